@@ -321,6 +321,19 @@ def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_
 
 
 @on_ranks(2)
+def test_zero_grad_drops_sums_and_a_plain_step_takes_them():
+    for stage in (1, 3):
+        engine = start("SGD", stage, gradient_accumulation_steps=3)
+        engine.backward(engine(0))
+        engine.step()
+        engine.zero_grad()
+        assert not engine.memory_report().gradients
+        engine.backward(3 * engine(0))
+        engine.optimizer.step()  # before the last micro-batch
+        assert not unequal(engine, by_hand("SGD", build(), [0])), stage
+
+
+@on_ranks(2)
 def test_a_skipped_step_changes_nothing_and_is_not_counted():
     engine = start("SGD", nonfinite="skip")
     for step in range(NUM_STEPS):

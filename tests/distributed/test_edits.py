@@ -1,4 +1,4 @@
-"""A parameter that a forward or backward edits is refused by name; reads and other memory are right."""
+"""Edits of parameters in a forward or backward, and steps between these: refused, or right."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.models import Stemmed
 from tests.distributed.training import (
     SOME_STAGES,
     caught,
@@ -199,3 +200,45 @@ def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name():
             with pytest.raises(RuntimeError, match=f"after an edit of '{name}'.*write_back=True"):
                 model(x)
     return differences("then", finish(engine, [step(engine, optimizer, same_batch_loss, 0)]), want)
+
+
+MODIFIED = "modified by an inplace operation"
+
+
+def loss(model, number=0):
+    """The same batch on all ranks."""
+    return model(numbers(number, 5, 7, rank=0)).float().square().mean()
+
+
+def step_between(model, optimizer):
+    loss(model, 1).backward()
+    late = loss(model)
+    optimizer.step()
+    late.backward()
+
+
+def step_and_forward_between(model, optimizer):
+    loss(model, 1).backward()
+    late = loss(model)
+    optimizer.step()
+    loss(model, 1).backward()
+    late.backward()
+
+
+def second_backward_after_a_step(model, optimizer):
+    late = loss(model)
+    late.backward(retain_graph=True)
+    optimizer.step()
+    late.backward()
+
+
+@on_ranks(1, 2)
+def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
+    for way in (step_between, step_and_forward_between, second_backward_after_a_step):
+        plain = Stemmed()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            way(plain, torch.optim.SGD(plain.parameters()))
+        for stage, precision in ((0, {}), (1, {}), (2, BF16), (3, {}), (3, BF16)):
+            engine, optimizer = start(Stemmed(), "SGD", stage=stage, units=["Residual"], precision=precision)
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                way(engine.module, optimizer)

@@ -140,8 +140,10 @@ def failing_steps(make, loss, *, fails, **config):
             value = loss(engine, 9)
             with fuse.burns() if dist.get_rank() in failing else nullcontext():
                 said = caught(value.backward) if dist.get_rank() not in failing else value.backward() or ""
-            engine.zero_grad()
+            if len(failing) == 1:  # the others have gradients
+                engine.zero_grad()
         losses.append(step(engine, optimizer, loss, number))
+    assert engine.memory_report().unsharded == 0 or engine.config.stage < 3
     return finish(engine, losses), said
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zeroshard
 from tests.distributed.models import Stemmed, tiny
-from tests.distributed.training import OPTIMIZERS, STAGES, numbers, train_replicated
+from tests.distributed.training import OPTIMIZERS, STAGES, numbers, train_replicated, train_sharded
 from tests.ranks import on_ranks
 
 
@@ -116,6 +116,7 @@ def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(name):
         engine.step()
         losses.append(value.item())
     torch._dynamo.reset()
+    assert losses == train_sharded(tiny(), "AdamW", 2, loss, stage=3).losses
     assert losses == pytest.approx(want, rel=1e-6, abs=0)
 
 
