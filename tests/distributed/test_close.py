@@ -83,6 +83,9 @@ def test_a_closed_engine_gives_the_model_back_whole_and_plain(options):
     engine = start(model, **options).engine
     engine.register_forward_method("encode")
     train(engine)
+    with torch.no_grad():
+        encoded = [each.encode(numbers(0, 5, 7).to(dtype)) for each in (engine, model)]
+    assert torch.equal(*encoded)
     with engine.unsharded():
         want = {name: p.detach().clone() for name, p in engine.named_parameters(remove_duplicate=False)}
     engine.close()

@@ -90,60 +90,37 @@ def test_states_of_8_bits_take_at_most_2_05_bytes_a_parameter_of_the_model_of_th
 # ---------------------------------------------------------------------------------- gathered at a time
 
 
-class Watch:
-    """Which blocks have storage behind their full parameters, looked at wherever a layer runs."""
-
-    def __init__(self, engine):
-        self.parameters, self.seen, self.most = {}, [], {"forward": 0, "backward": 0}
-        self._engine = engine
-        for name, block in engine.module.blocks.named_children():
-            for number, layer in enumerate(block.modules()):
-                if layer is not block:
-                    layer.register_forward_hook(self._after_layer(f"blocks.{name}", block))
-                if number == 1:
-                    layer.register_forward_pre_hook(self._find(f"blocks.{name}", block))
-
-    def gathered(self):
-        kept = {unit.name for unit in self._engine.units if unit.kept}
-        return {
-            name
-            for name, parameters in self.parameters.items()
-            if name not in kept and any(p.untyped_storage().nbytes() for p in parameters)
-        }
-
-    def _find(self, name, block):
-        def hook(layer, args):
-            self.parameters[name] = list(block.parameters())
-
-        return hook
-
-    def _after_layer(self, name, block):
-        def in_backward(gradient):
-            self.most["backward"] = max(self.most["backward"], len(self.gathered()))
-
-        def hook(layer, args, output):
-            self.most["forward"] = max(self.most["forward"], len(self.gathered()))
-            output.register_hook(in_backward)
-
-        return hook
-
-
 @pytest.mark.parametrize("num_prefetch", [0, 2])
 @on_ranks(2)
 def test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept(num_prefetch):
     engine, optimizer = start(build("tied GPT", num_blocks=7, width=24), stage=3, num_prefetch=num_prefetch)
-    watch = Watch(engine)
-    results = set()
+    most, results = {}, set()
+
+    def gathered():
+        units = {unit.name: unit for unit in engine._runtime.units}
+        lent = [units[unit.name] for unit in engine.units if not unit.kept]
+        return sum(unit.buffers[0].full.untyped_storage().nbytes() > 0 for unit in lent)
+
+    def note(pass_):
+        most[pass_] = max(most[pass_], gathered())
+
+    def after_layer(layer, args, output):
+        note("forward")
+        output.register_hook(lambda _: note("backward"))
+
+    for layer in engine.module.blocks.modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(after_layer)
     for number in range(3):
-        watch.most = {"forward": 0, "backward": 0}
+        most |= {"forward": 0, "backward": 0}
         loss = token_loss(engine, number)
-        between = len(watch.gathered())
+        between = gathered()
         loss.backward()
-        after = sum(p.untyped_storage().nbytes() for block in watch.parameters.values() for p in block)
+        after = engine.memory_report().unsharded
         optimizer.step()
         optimizer.zero_grad()
         if number:  # the order of the units is known from the first forward on
-            results.add((watch.most["forward"], watch.most["backward"], between, after))
+            results.add((most["forward"], most["backward"], between, after))
     peak, P = engine.memory_report().peak_unsharded, padded_size(engine)
     largest = max(unit.numel for unit in engine.units if not unit.kept)
     kept = sum(unit.numel for unit in engine.units if unit.kept)

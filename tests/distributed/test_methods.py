@@ -10,7 +10,14 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import zeroshard
 from tests.distributed.models import tiny
@@ -67,20 +74,13 @@ def test_ranks_generate_different_lengths_as_plain_pytorch_does():
     return found
 
 
-def small_t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return T5ForConditionalGeneration(config)
-
-
 @on_ranks(2, timeout=120)
 def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does():
     """The model is not called as a whole: the encoder by itself."""
-    model, rank = small_t5().eval(), dist.get_rank()
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    rank = dist.get_rank()
     ids = torch.arange(3, 7 + rank).unsqueeze(0)
     options = {"input_ids": ids, "max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
     want = copy.deepcopy(model).generate(**options).tolist()

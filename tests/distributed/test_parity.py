@@ -202,40 +202,27 @@ def softmax_loss(model, number):
     return model(numbers(number, 5, 7), torch.randint(20, (5,)) + 20 * dist.get_rank())
 
 
-class TwoTowers(nn.Module):
-    """Each tower has its own blocks, and the root parameters of its own."""
+class Methods(Tiny):
+    """Has methods that call its parts, beside its forward, and read a parameter of the root."""
 
-    def __init__(self):
-        super().__init__()
-        towers = [
-            [nn.Sequential(nn.Linear(7, n), nn.Tanh(), nn.Linear(n, 7)) for _ in "ab"] for n in (30, 20)
-        ]
-        self.images, self.texts = map(nn.ModuleList, towers)
-        self.scale, self.shift = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(7))
+    def encode(self, x, *, factor=1.0):
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"x": x * factor}
 
-    def encode_image(self, x, *, gain=1.0):
-        for block in self.images:
-            x = block(x)
-        return x * self.scale * gain
-
-    def encode_text(self, x):
-        for block in self.texts:
-            x = block(x)
-        return {"text": x + self.shift}
-
-    def forward(self, x):
-        return self.encode_image(x) * self.encode_text(x)["text"]
+    def decode(self, encoded):
+        return self.outer(encoded["x"]) * self.gain
 
     def through_forward(self, x):
-        return self(x) + self.scale
+        return self(x) + self.gain
 
 
-def encoded_loss(net, number):
+def loss_by_methods(net, number):
     x = numbers(number, 5, 7)
     if number == 1:
         return net(x).square().mean()
-    images = net.encode_image(x, gain=2.0)
-    return (images * net.encode_text(x + 1)["text"]).mean() + net.through_forward(x).mean()
+    return net.decode(net.encode(x, factor=2.0)).mean() + net.through_forward(x).square().mean()
 
 
 def over_blocks(parameters):
@@ -254,13 +241,13 @@ def edited_loss(model, number):
 
 
 SEVERAL_UNITS = {"units": ["CallsItself", "Holds", "Linear"], "averages": True}
-METHODS = {"methods": ("encode_image", "encode_text", "through_forward"), "averages": True}
+METHODS = {"methods": ("encode", "decode", "through_forward"), "averages": True}
 MODULES = {
     "lists and dicts of parameters": Case(make=lambda: nn.Sequential(ListAndDict(), ListAndDict())),
     "units that call themselves": Case(make=nested, options={"units": ["CallsItself", "Holds"]}),
     "and have units inside": Case(make=nested, options=SEVERAL_UNITS | {"averages": False}),
     "ranks run other parts of a list": Case(make=Softmax, loss=softmax_loss, options={"find_unused": True}),
-    "registered methods": Case(make=TwoTowers, loss=encoded_loss, options=METHODS),
+    "registered methods": Case(make=lambda: Methods(2), loss=loss_by_methods, options=METHODS),
     "an optimizer over a part": Case(make=lambda: tiny(3), optimizer=over_blocks),
     "edits between steps": Case(make=tiny, loss=edited_loss),
     "adapters": Case(make=lora, loss=token_loss),

@@ -76,15 +76,17 @@ def test_a_callback_runs_once_after_the_last_gradient():
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_end_of_a_backward_is_known_also_after_an_exception(fails):
-    is_running = []
+    is_running, ended = [], []
     y = leaf() * 2
     z = y * 3
-    z.register_hook(lambda gradient: is_running.append(at_end_of_backward(lambda: None)))
+    z.register_hook(lambda gradient: is_running.append(at_end_of_backward(lambda: ended.append(True))))
     y.register_hook(fail if fails else lambda gradient: is_running.append(is_running[0]() is not None))
     with pytest.raises(HookError) if fails else nullcontext():
         z.backward()
     assert is_running[0]() is None
     assert is_running[1:] == ([] if fails else [True])
+    (leaf() * 2).backward()
+    assert ended == ([] if fails else [True])
 
 
 # ------------------------------------------------------------------------------------ order of a backward

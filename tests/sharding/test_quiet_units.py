@@ -6,7 +6,6 @@ to the bit.
 """
 
 import itertools
-from copy import deepcopy
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.distributed.training import numbers
 from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.training import running_batch
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
@@ -117,67 +117,52 @@ class Net(nn.Module):
         return self.second(self.shown)
 
 
-class Program:
-    """The calls of a program, for an engine and for a plain model."""
-
-    def __init__(self, model, engine=None):
-        self.model, self.call, self.engine = model, engine or model, engine
-        self.generator = torch.Generator().manual_seed(1)
-
-    def loss(self):
-        return self.call(torch.randn(5, 4, generator=self.generator)).square().mean()
+def backward(call, number, **options):
+    call(numbers(number, 5, 4)).square().mean().backward(**options)
 
 
-def none_for_one(program):
-    program.loss().backward()
-    next(program.model.parameters()).grad = None
-    program.loss().backward()
+def none_for_one(call, model):
+    next(model.parameters()).grad = None
 
 
-def edited_between(program):
-    program.loss().backward()
-    next(program.model.parameters()).grad.mul_(0.5)
-    program.loss().backward()
+def edited_between(call, model):
+    next(model.parameters()).grad.mul_(0.5)
 
 
-def shown_value_alone(program):
-    program.loss().backward()
-    program.loss()
-    program.model.shown.sum().backward()  # the root's output has no gradient in this backward
-    program.loss().backward()
+def shown_value_alone(call, model):
+    call(numbers(7, 5, 4))
+    model.shown.sum().backward()  # the root's output has no gradient in this backward
 
 
-def with_a_graph(program):
-    program.loss().backward()
-    program.loss().backward(create_graph=True)
-    program.loss().backward()
+def with_a_graph(call, model):
+    backward(call, 7, create_graph=True)
 
 
-def asked_for_alone(program):
-    program.loss().backward()
+def asked_for_alone(call, model):
     x = torch.ones(2, 4, requires_grad=True)
-    torch.autograd.grad(program.call(x).sum(), x)
-    program.loss().backward()
+    torch.autograd.grad(call(x).sum(), x)
 
 
-PROGRAMS = (none_for_one, edited_between, shown_value_alone, with_a_graph, asked_for_alone)
+BETWEEN = (none_for_one, edited_between, shown_value_alone, with_a_graph, asked_for_alone)
+"""Done between two backwards."""
 
 
 @on_ranks(1)
 def test_one_rank_has_the_gradients_of_plain_torch():
-    for program, stage in itertools.product(PROGRAMS, (0, 3)):
-        plain = Net()
-        model = deepcopy(plain)
+    for act, stage in itertools.product(BETWEEN, (0, 3)):
+        plain, model = Net(), Net()
         config = {"stage": stage, "units": lambda module: isinstance(module, nn.Linear)}
         engine = zeroshard.initialize(model, None, config).engine
-        program(Program(plain))
-        program(Program(model, engine))
+        for call, module in ((plain, plain), (engine, model)):
+            backward(call, 0)
+            act(call, module)
+            backward(call, 1)
         want = {name: parameter.grad for name, parameter in plain.named_parameters()}
         found = {name: gradient_of(parameter) for name, parameter in engine.named_parameters()}
         assert found.keys() == want.keys()
         for name, gradient in want.items():
-            assert (found[name] is None) == (gradient is None), (program, name)
-            assert gradient is None or torch.equal(found[name], gradient.flatten()), (program, name)
+            assert (found[name] is None) == (gradient is None), (act, name)
+            assert gradient is None or torch.equal(found[name], gradient.flatten()), (act, name)
         buffers = engine._runtime.buffers
         assert all(parameter.grad is None for buffer in buffers for parameter in buffer.unsharded)
 
