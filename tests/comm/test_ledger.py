@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ranks import on_ranks
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.watch.status import (
@@ -104,7 +105,7 @@ def test_gathers_of_different_shard_groups_are_not_compared():
     assert find_difference({1: ledgers[1].entries(), 2: ledgers[2].entries()}) is not None
 
 
-def gather_in_order(order, compares):
+def gather_in_order(order, compares=True):
     """Two gathers in an order of this rank's own, then an agreement; the flags, or the error."""
     axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
     handles = []
@@ -121,13 +122,12 @@ def gather_in_order(order, compares):
     return answer
 
 
-@pytest.mark.parametrize("num_ranks", [3])
-def test_an_agreement_compares_what_all_ranks_have_issued(ranks, num_ranks):
-    same, other = ["ab"] * num_ranks, ["ab"] * (num_ranks - 1) + ["ba"]
+@on_ranks(3)
+def test_an_agreement_compares_what_all_ranks_have_issued():
+    same, other = ("ab", "ab", "ab"), ("ab", "ab", "ba")
     for order, compares in ((same, True), (same, False), (other, False)):
-        assert ranks(num_ranks, gather_in_order, order, compares) == [[True, False]] * num_ranks
-    for rank, message in enumerate(ranks(num_ranks, gather_in_order, other, True)):
-        assert message.startswith(
-            f"rank {rank} of {num_ranks}: collective 1 of rank 0 is the {A}, "
-            f"on rank {num_ranks - 1} it is the {B}: at stage 3"
-        )
+        assert gather_in_order(order, compares) == [True, False]
+    text = (
+        f"rank {dist.get_rank()} of 3: collective 1 of rank 0 is the {A}, on rank 2 it is the {B}: at stage 3"
+    )
+    assert gather_in_order(other).startswith(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -139,6 +141,36 @@ class Layered(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x + self.table.sum(0)
+
+
+class Ordered(nn.Module):
+    """Calls its blocks in an order that is given."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(num_blocks)])
+
+    def forward(self, x: Tensor, order: Iterable[int]) -> Tensor:
+        for number in order:
+            x = torch.tanh(self.blocks[number](x)) + x
+        return x
+
+
+class Told(nn.Module):
+    """Linear in its parameters, so their gradients are those that `gradient(name, step, shape)` gives."""
+
+    def __init__(self, prefix: str, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.prefix = prefix
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, step: int, gradient: Callable[[str, int, torch.Size], Tensor | None]) -> Tensor:
+        total = torch.zeros(())
+        for name, p in self._parameters.items():
+            if (given := gradient(f"{self.prefix}{name}", step, p.shape)) is not None:
+                total = total + (p * given.to(p.dtype)).sum()
+        return total
 
 
 class Recomputed(nn.Module):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.distributed.models import Told
 from tests.optim.eightbit.reference import Reference
 from tests.ranks import on_ranks
 from zeroshard.optim.adopted import num_bits, to_common
@@ -37,27 +38,14 @@ def options_of(kind):
     return OPTIONS[kind.removeprefix("Paged")]
 
 
-class Layer(nn.Module):
-    def __init__(self, name):
-        super().__init__()
-        self.name = name
-        self.weight = nn.Parameter(torch.randn(50, 100))
-        self.odd = nn.Parameter(torch.randn(4099))
-        self.bias = nn.Parameter(torch.randn(300))
-        self.gain = nn.Parameter(torch.randn(()))
-
-    def forward(self, step):
-        named = ((f"{self.name}{key}", p) for key, p in self._parameters.items())
-        return sum((p * gradient(name, step, p.shape)).sum() for name, p in named)
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(f"layers.{at}.") for at in range(2))
+        shapes = {"weight": (50, 100), "odd": (4099,), "bias": (300,), "gain": ()}
+        self.layers = nn.ModuleList(Told(f"layers.{at}.", **shapes) for at in range(2))
 
     def forward(self, step):
-        return sum(layer(step) for layer in self.layers)
+        return sum(layer(step, gradient) for layer in self.layers)
 
 
 def gradient(name, step, shape):
@@ -100,12 +88,14 @@ def by_class(name):
     return {name: p.detach().flatten() for name, p in model.named_parameters()}
 
 
-def train(make, stage, *, use_numba=False, **more):
-    """All steps; by default without numba, whose kernels give the same bits but take seconds to compile."""
+def train(make):
+    """All steps, without numba, whose kernels give the same bits but take seconds to compile."""
     bnb.GlobalOptimManager.get_instance().initialize()
     model = build()
-    engine, optimizer, *_ = zeroshard.initialize(model, make(model), {"stage": stage}, **more)
-    with mock.patch.object(steps, "_has_numba", return_value=use_numba):
+    own = make(model)
+    engine, optimizer, *_ = zeroshard.initialize(model, own, {"stage": 3})
+    assert optimizer is own
+    with mock.patch.object(steps, "_has_numba", return_value=False):
         for step in range(NUM_STEPS):
             engine.backward(engine(step))
             engine.step()
@@ -138,24 +128,19 @@ def join(part, whole_size):
     return first
 
 
-def every_kind(names, use_numba=False):
-    found = {}
-    for name in names:
-        kind = getattr(bnb, name)
-        given = []
-
-        def make(model, name=name, kind=kind, given=given):
-            given.append(kind(model.parameters(), **options_of(name.removesuffix("8bit"))))
-            return given[0]
-
-        engine, optimizer = train(make, 3, use_numba=use_numba)
-        assert optimizer is given[0]
-        assert type(optimizer) is kind
-        found[name] = gather(engine, optimizer)
-    return found
+def trained(kind):
+    make = getattr(bnb, f"{kind}8bit")
+    engine, optimizer = train(lambda model: make(model.parameters(), **options_of(kind)))
+    assert type(optimizer) is make
+    return gather(engine, optimizer)
 
 
-def check(found, want):
+@pytest.mark.parametrize(
+    ("num_ranks", "kind"),
+    [(2, "AdamW"), (2, "PagedLion"), *(pytest.param(4, kind, marks=pytest.mark.long) for kind in KINDS)],
+)
+def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks(ranks, num_ranks, kind):
+    found, want = ranks(num_ranks, trained, kind)[0], by_reference(kind.removeprefix("Paged"))
     assert found.keys() == want.keys()
     for name, (parameter, states) in want.items():
         assert torch.equal(found[name][0], parameter), name
@@ -164,55 +149,32 @@ def check(found, want):
             assert torch.equal(found[name][1][key], value), (name, key)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "kinds"), [(2, ["AdamW", "PagedLion"]), pytest.param(4, KINDS, marks=pytest.mark.long)]
-)
-def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks(ranks, num_ranks, kinds):
-    found = ranks(num_ranks, every_kind, [f"{kind}8bit" for kind in kinds])[0]
-    for kind in kinds:
-        check(found[f"{kind}8bit"], by_reference(kind.removeprefix("Paged")))
-
-
 # ------------------------------------------------------------------------------------------- overrides
 
 
-def with_overrides():
+@on_ranks(2)
+def test_overrides_of_modules_are_honoured():
     """`layers.0.weight` has 32 bits and `layers.1.bias` 8."""
-    manager = bnb.GlobalOptimManager.get_instance()
+    manager, options = bnb.GlobalOptimManager.get_instance(), OPTIONS["AdamW"]
 
     def make(model):
-        optimizer = bnb.AdamW8bit(model.parameters(), lr=1e-2, weight_decay=0.1)
+        optimizer = bnb.AdamW8bit(model.parameters(), **options)
         manager.register_module_override(model.layers[0], "weight", {"optim_bits": 32})
         manager.register_module_override(model.layers[1], "bias", {"min_8bit_size": 300})
         return optimizer
 
-    engine, optimizer = train(make, 3)
-    bits = {name: num_bits(optimizer, p) for name, p in engine.named_parameters()}
-    return gather(engine, optimizer), bits
-
-
-def test_overrides_of_modules_are_honoured(ranks):
-    found, bits = ranks(2, with_overrides)[0]
-    assert [name for name, num in bits.items() if num == 8] == [
-        "layers.0.odd",
-        "layers.1.weight",
-        "layers.1.odd",
-        "layers.1.bias",
-    ]
+    engine, optimizer = train(make)
+    names = ["layers.0.odd", "layers.1.weight", "layers.1.odd", "layers.1.bias"]
+    assert [name for name, p in engine.named_parameters() if num_bits(optimizer, p) == 8] == names
+    found = gather(engine, optimizer)
     for name in ("layers.0.odd", "layers.1.weight", "layers.1.bias"):
         p = build().get_parameter(name)
         reference = Reference("AdamW8bit", p.detach().flatten())
         for step in range(NUM_STEPS):
-            reference.step(gradient(name, step, p.shape), lr=1e-2, weight_decay=0.1)
+            reference.step(gradient(name, step, p.shape), **options)
         assert torch.equal(found[name][0], reference.p), name
         assert torch.equal(found[name][1]["exp_avg_sq"], reference.states["exp_avg_sq"].codes), name
-    model = build()
-    optimizer = bnb.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for step in range(NUM_STEPS):
-        model(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(found["layers.0.weight"][0], model.layers[0].weight.detach().flatten())
+    assert torch.equal(found["layers.0.weight"][0], by_class("AdamW")["layers.0.weight"])
 
 
 @on_ranks(2)

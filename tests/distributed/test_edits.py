@@ -1,24 +1,25 @@
-"""A parameter that a forward or backward edits is refused by name; reads and other memory are right."""
+"""Edits of parameters in a forward or backward, and steps between these: refused, or right."""
 
-import copy
-import itertools
+from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.models import Stemmed
 from tests.distributed.training import (
     SOME_STAGES,
     caught,
     differences,
     finish,
     numbers,
-    same_as_replicated,
     start,
     step,
     train_replicated,
     train_sharded,
+    unequal,
 )
 from tests.ranks import on_ranks
 
@@ -64,8 +65,6 @@ def unseen(block):
 BF16 = {"param_dtype": "bfloat16"}
 """Modules compute with copies at every stage."""
 
-EDITS = (in_place, by_data, in_new_data, by_set, unseen)
-
 
 def build(edit=None, block=Block, num_blocks=2):
     torch.manual_seed(0)
@@ -77,73 +76,72 @@ def same_batch_loss(model, number):
     return model(numbers(number, 5, 7, rank=0)).square().mean()
 
 
-def edited(stage, edit, units):
-    """The errors of two forwards, and the values after them, which are those of before."""
-    model = build(edit)
-    want = copy.deepcopy(model.state_dict())
-    engine, _ = start(model, "SGD", stage=stage, units=units, precision=BF16)
-    x = numbers(0, 5, 7, rank=0)
-    messages = [caught(engine, x.bfloat16())]
-    with torch.no_grad():
-        messages.append(caught(engine, x.bfloat16()))
-    state = engine.full_state_dict()
-    messages += [name for name, value in state.items() if not torch.equal(value, want[name])]
-    for part in model:
-        if isinstance(part, nn.Sequential):
-            part[0].edit = None
-    plain = build()
-    plain.load_state_dict(want)
-    with torch.no_grad():
-        is_same = torch.allclose(engine(x.bfloat16()).float(), plain(x), atol=0.1)
-    return [*messages, *([] if is_same else ["the output is another one"])]
+def reads(block):
+    assert block.weight.data.norm() > 0
+    assert not block.weight.data.requires_grad
+    block.weight.data = block.weight.data.bfloat16()  # as layers of bitsandbytes do
 
 
-def of_a_teacher(block):
-    """A clamp that changes nothing, as Gemma 3n has one in training."""
-    block.teacher.data.clamp_(-100, 100)
+def moves(block):
+    """Gives parameters other memory and counts no version, as a recurrent layer on a GPU does."""
+    for parameter in (block.weight, block.bias):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+            parameter.set_(parameter.clone())
 
 
-class Teaching(Block):
-    def __init__(self, edit):
-        super().__init__(edit)
-        self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
-
-
-@on_ranks(2)
-def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value():
-    engine, _ = start(build(of_a_teacher, Teaching), "SGD", stage=3)
-    message = caught(engine, numbers(0, 5, 7))
-    assert "'0.0.teacher' was edited in a forward" in message
-
-
-@on_ranks(1, 2)
-def test_an_edit_of_main_parameters_with_which_modules_compute_is_as_in_ddp():
-    """Where modules compute with the main parameters themselves, nothing is lost."""
-    for units in (["Sequential"], []):
-        stages = SOME_STAGES if torch.distributed.get_world_size() == 1 else [1]
-        assert not same_as_replicated(build(in_place), "SGD", 3, same_batch_loss, units=units, stages=stages)
+EDITS = (in_place, by_data, in_new_data, by_set, unseen)
+REFUSED = r"weight' was edited in a forward or backward.*register_buffer"
 
 
 @on_ranks(2)
 def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value():
+    x = numbers(0, 5, 7, rank=0)
+    for units, edit in product((["Sequential"], []), EDITS):
+        model, plain = build(edit), build()
+        engine, _ = start(model, "SGD", stage=3, units=units, precision=BF16)
+        for context in (nullcontext(), torch.no_grad()):
+            with context, pytest.raises(RuntimeError, match=f"'0.0.{REFUSED}"):
+                engine(x.bfloat16())
+        state = engine.full_state_dict()
+        assert not list(unequal("state", state, {name: plain.state_dict()[name] for name in state}))
+        for part in model[:-1]:
+            part[0].edit = None
+        with torch.no_grad():
+            torch.testing.assert_close(engine(x.bfloat16()).float(), plain(x), rtol=0, atol=0.1)
+
+
+@on_ranks(1, 2)
+def test_edits_that_lose_nothing_train_as_in_ddp(num_ranks):
+    """Where modules compute with the main parameters themselves, and where values stay as they are."""
     for units in (["Sequential"], []):
-        cases = [(edit, stage) for edit in EDITS for stage in SOME_STAGES]
-        found = [(edit.__name__, stage, edited(stage, edit, units)) for edit, stage in cases]
-        for edit, stage, (one, other, *more) in found:
-            assert one == other
-            assert "'0.0.weight' was edited in a forward or backward" in one, (edit, stage)
-            assert "register_buffer" in one
-            assert not more, (edit, stage)
+        for edit, stages in ((in_place, SOME_STAGES if num_ranks == 1 else [1]), (reads, [3]), (moves, [3])):
+            plain = build(edit if edit is in_place else None)
+            want = train_replicated(plain, "SGD", 3, same_batch_loss)
+            for stage in stages:
+                got = train_sharded(build(edit), "SGD", 3, same_batch_loss, units=units, stage=stage)
+                assert not differences(f"{edit.__name__}, stage {stage}", got, want)
+
+
+def of_a_teacher(block):
+    """A clamp that changes nothing, as Gemma 3n has one in training."""
+    block.weight.data.clamp_(-100, 100)
+
+
+@on_ranks(2)
+def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value():
+    model = build(of_a_teacher)
+    for part in model[:-1]:
+        part[0].weight.requires_grad_(False)
+    engine, _ = start(model, "SGD", stage=3)
+    with pytest.raises(RuntimeError, match=r"'0.0.weight' was edited in a forward"):
+        engine(numbers(0, 5, 7))
 
 
 class InTensorHook(Block):
-    def __init__(self, edit):
-        super().__init__()
-        self.in_hook = edit
-
     def forward(self, x):
         hidden = self.inner(x)
-        hidden.register_hook(lambda _: self.in_hook(self))
+        if self.edit is not None:
+            hidden.register_hook(lambda _: self.edit(self))
         return (hidden @ self.weight).tanh()
 
 
@@ -162,77 +160,85 @@ class InSecondForward(Block):
         return checkpoint(self.part, x, use_reentrant=False).tanh()
 
 
-@pytest.mark.parametrize("block", [InTensorHook, InSecondForward])
 @on_ranks(2)
-def test_an_edit_in_a_backward_is_refused_by_name(block):
-    for stage, units in itertools.product(SOME_STAGES, (["Sequential"], [block.__name__], [])):
-        engine, _ = start(build(by_data, block), "SGD", stage=stage, units=units, precision=BF16)
-        message = caught(engine.backward, same_batch_loss(engine, 0))
-        assert "weight' was edited in a forward or backward" in message
+def test_an_edit_in_a_backward_is_refused_by_name():
+    for block in (InTensorHook, InSecondForward):
+        for units in (["Sequential"], [block.__name__], []):
+            engine, _ = start(build(by_data, block), "SGD", stage=3, units=units, precision=BF16)
+            with pytest.raises(RuntimeError, match=REFUSED):
+                engine.backward(same_batch_loss(engine, 0))
 
 
 @on_ranks(2)
 def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_are_read():
-    """The only edit is of an object that a forward has left; the values are to be saved."""
-    stage = 1
-    engine, _ = start(build(), "SGD", stage=stage, precision=BF16)
+    engine, _ = start(build(), "SGD", stage=1, precision=BF16)
     kept = []
     engine.module[0][0].edit = lambda block: kept.append(block.bias)
     engine.backward(same_batch_loss(engine, 0))
     engine.step()
     with torch.no_grad():
-        message = caught(lambda: (kept[0].mul_(2), engine.full_state_dict()))
-        assert "'0.0.bias' was edited" in message
-
-
-def reads(block):
-    assert block.weight.data.norm() > 0
-    assert not block.weight.data.requires_grad
-    block.weight.data = block.weight.data.bfloat16()  # as layers of bitsandbytes do
-
-
-def moves_unseen(block):
-    """Gives parameters other memory and counts no version, as a recurrent layer on a GPU does."""
-    for parameter in (block.weight, block.bias):
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
-            parameter.set_(parameter.clone())
-
-
-@pytest.mark.parametrize("act", [reads, moves_unseen])
-@on_ranks(2)
-def test_a_parameter_whose_values_stay_trains_as_before(act):
-    for units in (["Sequential"], []):
-        want = train_replicated(build(), "SGD", 3, same_batch_loss)
-        found = []
-        for stage in SOME_STAGES:
-            got = train_sharded(build(act), "SGD", 3, same_batch_loss, stage=stage, units=units)
-            found += differences(f"stage {stage}", got, want)
-        assert not found
+        said = caught(lambda: (kept[0].mul_(2), engine.full_state_dict()))
+    assert "'0.0.bias' was edited" in said
 
 
 @on_ranks(1, 2)
 def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name():
-    for stage in SOME_STAGES:
-        model = build(num_blocks=1)
-        replica = copy.deepcopy(model)
-        engine, optimizer = start(model, "SGD", stage=stage)
-        messages, x = [], numbers(0, 5, 7, rank=0)
-        for edit in (
+    model, x = build(num_blocks=1), numbers(0, 5, 7, rank=0)
+    want = train_replicated(model, "SGD", 1, same_batch_loss)
+    engine, optimizer = start(model, "SGD", stage=3)
+    for edit, name in product(
+        (
             lambda p: p.mul_(2.0),
             lambda p: p.data.mul_(2.0),
             lambda p: setattr(p, "data", p.data * 2),
-        ):
-            for name in ("0.0.weight", "1.bias"):
-                with engine.unsharded(), torch.no_grad():
-                    assert model(x).shape == (5, 1)
-                    edit(dict(model.named_parameters())[name])
-                    with pytest.raises(RuntimeError) as error:
-                        model(x)
-                    messages.append(str(error.value))
-                    assert f"after an edit of '{name}'" in messages[-1], messages
-                    assert "write_back=True" in messages[-1]
-        optimizer_of_replica = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-        got = finish(engine, [step(engine, optimizer, same_batch_loss, 1)])
-        assert not differences(
-            f"stage {stage}", got, finish(replica, [step(replica, optimizer_of_replica, same_batch_loss, 1)])
-        )
+        ),
+        ("0.0.weight", "1.bias"),
+    ):
+        with engine.unsharded(), torch.no_grad():
+            assert model(x).shape == (5, 1)
+            edit(dict(model.named_parameters())[name])
+            with pytest.raises(RuntimeError, match=f"after an edit of '{name}'.*write_back=True"):
+                model(x)
+    return differences("then", finish(engine, [step(engine, optimizer, same_batch_loss, 0)]), want)
+
+
+MODIFIED = "modified by an inplace operation"
+
+
+def loss(model, number=0):
+    """The same batch on all ranks."""
+    return model(numbers(number, 5, 7, rank=0)).float().square().mean()
+
+
+def step_between(model, optimizer):
+    loss(model, 1).backward()
+    late = loss(model)
+    optimizer.step()
+    late.backward()
+
+
+def step_and_forward_between(model, optimizer):
+    loss(model, 1).backward()
+    late = loss(model)
+    optimizer.step()
+    loss(model, 1).backward()
+    late.backward()
+
+
+def second_backward_after_a_step(model, optimizer):
+    late = loss(model)
+    late.backward(retain_graph=True)
+    optimizer.step()
+    late.backward()
+
+
+@on_ranks(1, 2)
+def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
+    for way in (step_between, step_and_forward_between, second_backward_after_a_step):
+        plain = Stemmed()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            way(plain, torch.optim.SGD(plain.parameters()))
+        for stage, precision in ((0, {}), (1, {}), (2, BF16), (3, {}), (3, BF16)):
+            engine, optimizer = start(Stemmed(), "SGD", stage=stage, units=["Residual"], precision=precision)
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                way(engine.module, optimizer)

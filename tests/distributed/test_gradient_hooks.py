@@ -1,6 +1,7 @@
-"""Hooks that a user registers on parameters after initialize, against DDP or one process."""
+"""Hooks on parameters after initialize; gradients inside engine.unsharded(), and those asked for by name."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,32 +9,19 @@ import torch
 import zeroshard
 from tests.distributed.models import Layered
 from tests.distributed.training import (
-    SOME_STAGES,
+    differences,
     finish,
+    flat_gradients,
     full_gradients,
+    numbers,
     plain,
     replicate,
     square_loss,
     start,
+    train_sharded,
+    unequal,
 )
 from tests.ranks import on_ranks
-
-
-class Visited(Layered):
-    """Hands its table to `visit`, once, in a forward."""
-
-    visit = None
-
-    def forward(self, x):
-        if self.visit is not None:
-            visit, self.visit = self.visit, None
-            visit(self.table)
-        return super().forward(x)
-
-
-def trained(engine):
-    return [parameter for parameter in engine.parameters() if parameter.requires_grad]
-
 
 # ---------------------------------------------------------------------------------- post-accumulate hooks
 
@@ -41,28 +29,25 @@ def trained(engine):
 @on_ranks(2)
 def test_optimizers_may_step_in_the_hooks():
     """An optimizer for each parameter, stepped in its hook, against one that steps after the backward."""
-    found = []
-    for stage in SOME_STAGES:
-        want_engine, want_optimizer = start(Layered(), "SGD", stage=stage)
-        engine, _, _, _ = zeroshard.initialize(Layered(), None, {"stage": stage})
-        for parameter in trained(engine):
-            optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
+    want = train_sharded(Layered(), "SGD", 3, square_loss, stage=3)
+    engine, _, _, _ = zeroshard.initialize(Layered(), None, {"stage": 3})
+    for parameter in engine.parameters():
+        if not parameter.requires_grad:
+            continue
+        optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
 
-            def step(p, optimizer=optimizer):
-                optimizer.step()
-                optimizer.zero_grad()
+        def hook(p, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
 
-            parameter.register_post_accumulate_grad_hook(step)
-        for number in range(3):
-            square_loss(want_engine, number).backward()
-            want_optimizer.step()
-            want_optimizer.zero_grad()
-            square_loss(engine, number).backward()
-            if any(p.grad is not None for p in engine.parameters()):
-                found.append((stage, "gradient"))
-        want, got = finish(want_engine, []).parameters, finish(engine, []).parameters
-        found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
-    return found
+        parameter.register_post_accumulate_grad_hook(hook)
+    losses = []
+    for number in range(3):
+        loss = square_loss(engine, number)
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad is None for p in engine.parameters())
+    return differences("stepped in hooks", finish(engine, losses), want)
 
 
 # ------------------------------------------------------------------------------------------- tensor hooks
@@ -76,31 +61,25 @@ def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(where):
     mask[1] = 0
 
     def register(parameter):
-        shapes = []
-        parameter.register_hook(lambda gradient: shapes.append(gradient.shape) or gradient * mask)
-        return shapes
+        parameter.register_hook(lambda gradient: gradient * mask)
 
     replica = replicate(Layered(), find_unused=True)
     register(plain(replica).table)
     square_loss(replica, 0).backward()
-    want, found = plain(replica).table.grad.flatten(), []
+    want = plain(replica).table.grad.flatten()
     assert not want[7:14].any()
-    for stage in SOME_STAGES:
-        engine, _ = start(Visited(), "SGD", stage=stage)
-        if where == "forward":
-            engine.module.visit = lambda parameter: register(parameter)
-        else:
-            register(dict(engine.named_parameters())["table"])
-        square_loss(engine, 0).backward()
-        if not torch.equal(full_gradients(engine)["table"], want):
-            found.append(stage)
-    return found
+    engine, _ = start(Layered(), "SGD", stage=3)
+    if where == "forward":
+        engine.module.register_forward_pre_hook(lambda module, _: register(module.table))
+    else:
+        register(engine.get_parameter("table"))
+    square_loss(engine, 0).backward()
+    assert torch.equal(full_gradients(engine)["table"], want)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
 @on_ranks(2)
-def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one(stage):
-    engine, _ = start(Layered(), "SGD", stage=stage)
+def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one():
+    engine, _ = start(Layered(), "SGD", stage=3)
     called, ended = [], []
     with engine.unsharded():
         parameter = dict(engine.module.named_parameters())["table"]
@@ -113,3 +92,57 @@ def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one
     assert called == [shape]
     assert len(ended) == 1
     assert ended[0] is table
+
+
+def take_away(parameter):
+    parameter.grad = None
+
+
+@on_ranks(2)
+def test_gradients_are_neither_shown_nor_changed_under_unsharded_and_the_remedy_is_named():
+    engine, _ = start(Layered(), "SGD")
+    square_loss(engine, 0).backward()
+    before = full_gradients(engine)
+    for write_back in (False, True):
+        for use in (lambda parameter: parameter.grad.zero_(), take_away):
+            with engine.unsharded(write_back=write_back):
+                parameter = engine.module.blocks[0][2].bias
+                with pytest.raises(RuntimeError, match=r"'blocks.0.2.bias'.*engine\.full_gradient"):
+                    use(parameter)
+    after = full_gradients(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@on_ranks(2)
+def test_backward_for_some_parameters_of_a_forward_gives_them_the_gradients_of_ddp():
+    """`inputs` of parameters as the forward saw them, and of a tensor that is none; then a whole backward."""
+    x = numbers(0, 5, 7).requires_grad_()
+    replica = replicate(Layered(num_blocks=3), find_unused=True)
+    replica(x).square().mean().backward()
+    want, found = flat_gradients(replica), []
+    engine, _ = start(Layered(num_blocks=3), "SGD")
+    seen = []
+    handle = engine.module.blocks[1][0].register_forward_hook(
+        lambda layer, *_, to=seen: to.append(layer.weight)
+    )
+    for times in (1, 2):
+        y = numbers(0, 5, 7).requires_grad_()
+        seen.clear()
+        engine(y).square().mean().backward(inputs=[y, *seen])
+        got = full_gradients(engine)
+        assert list(got) == ["blocks.1.0.weight"]
+        assert torch.equal(x.grad, y.grad)
+        found += unequal(f"{times}", got, {name: times * want[name] for name in got})
+    handle.remove()
+    engine.zero_grad()
+    square_loss(engine, 0).backward()
+    found += unequal("whole", full_gradients(engine), want)
+    loss = square_loss(engine, 0)
+    trained = [p for p in engine.parameters() if p.requires_grad]
+    for ask in (
+        partial(torch.autograd.grad, loss, trained, allow_unused=True),
+        partial(loss.backward, inputs=trained),
+    ):
+        with pytest.raises(RuntimeError, match=r"'table'.*Freeze the other parameters before"):
+            ask()
+    return found

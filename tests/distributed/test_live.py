@@ -1,15 +1,15 @@
-"""Live export: a stream of full parameters on every rank is what `full_state_dict` tells, to the bit."""
+"""Full parameters: a stream of all on every rank, and one parameter, gradient or state by name."""
 
 import copy
-import gc
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zeroshard
-from tests.distributed.training import SOME_STAGES, build, start, step, token_loss, unequal
+from tests.distributed.models import Layered
+from tests.distributed.training import build, live_bytes, square_loss, start, step, token_loss, unequal
 from tests.ranks import on_ranks
 
 
@@ -23,36 +23,30 @@ def whole_state(engine):
 @on_ranks(2)
 def test_the_stream_is_the_full_state_to_the_bit():
     found = []
-    for stage in SOME_STAGES:
-        model = build("tied Llama")
-        names = [name for name, _ in model.named_parameters()]
-        engine, optimizer = start(model, stage=stage)
-        for number in range(2):
-            step(engine, optimizer, token_loss, number)
-        want = {name: whole_state(engine)[name] for name in names}
-        got = {name: values.clone() for name, values in engine.named_full_parameters()}
-        found += unequal(f"stage {stage}", got, want)
-        half = dict(engine.named_full_parameters("bf16"))
-        found += unequal(f"stage {stage}, bf16", half, {n: v.bfloat16() for n, v in want.items()})
-        assert {values.dtype for values in half.values()} == {torch.bfloat16}
-        found += unequal(f"stage {stage}, after", whole_state(engine), whole_state(engine) | want)
-        step(engine, optimizer, token_loss, 3)
+    model = build("tied Llama", width=24)
+    names = [name for name, _ in model.named_parameters()]
+    engine, optimizer = start(model)
+    step(engine, optimizer, token_loss, 0)
+    want = {name: whole_state(engine)[name] for name in names}
+    got = {name: values.clone() for name, values in engine.named_full_parameters()}
+    found += unequal("stage 3", got, want)
+    half = dict(engine.named_full_parameters("bf16"))
+    found += unequal("bf16", half, {n: v.bfloat16() for n, v in want.items()})
+    step(engine, optimizer, token_loss, 1)
     return found
 
 
 @on_ranks(2)
 def test_a_stream_does_not_mix_parameters_with_averages_or_later_ones(tmp_path):
     """The refusals of streams that go on after main parameters have changed, and the stream after them."""
-    engine, optimizer = start(build("tied Llama"))
+    engine, optimizer = start(build("tied Llama", width=24))
     ema = zeroshard.EMA(engine, 0.5)
     step(engine, optimizer, token_loss, 0)
     engine.save_checkpoint(tmp_path)
-    refused = []
 
     def goes_on(stream):
         with pytest.raises(RuntimeError, match="parameters have changed since the stream began"):
             list(stream)
-        refused.append(True)
 
     with ema.applied():
         stream, other = engine.named_full_parameters(), engine.named_full_parameters()
@@ -73,7 +67,7 @@ def test_a_stream_does_not_mix_parameters_with_averages_or_later_ones(tmp_path):
         goes_on(stream)
     got = {name: values.clone() for name, values in engine.named_full_parameters()}
     want = whole_state(engine)
-    assert (len(refused), list(unequal("after", got, {name: want[name] for name in got}))) == (5, [])
+    return list(unequal("after", got, {name: want[name] for name in got}))
 
 
 LORA = {
@@ -129,17 +123,6 @@ def test_prompts_and_wrong_arguments_are_refused_by_name():
         engine.named_full_parameters()
 
 
-def live_bytes():
-    """The bytes of all plain tensors of this process, each storage once."""
-    gc.collect()
-    storages = {
-        (storage := tensor.untyped_storage())._cdata: storage.nbytes()
-        for tensor in gc.get_objects()
-        if type(tensor) is Tensor
-    }
-    return sum(storages.values())
-
-
 @on_ranks(2)
 def test_one_unit_is_held_at_a_time():
     engine, _ = start(build("Llama", num_blocks=6), stage=3)
@@ -153,3 +136,34 @@ def test_one_unit_is_held_at_a_time():
     assert len(set(sent)) == len(engine.units), "expected a gather for each unit, when it is asked for"
     assert live_bytes() == before
     assert 0 < most <= largest < total / 2
+
+
+@on_ranks(2)
+def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks():
+    (engine, _), rank = start(Layered(), stage=3), dist.get_rank()
+
+    def refused(words, call, *args, kind=ValueError):
+        with pytest.raises(kind, match=re.escape(words)):
+            call(*args)
+
+    name, whole = "blocks.0.0.weight", torch.zeros(90, 7)
+    before = engine.full_parameter(name).clone()
+    refused(f"got 'blocks.0.0.wieght'; close: '{name}'", engine.full_parameter, "blocks.0.0.wieght")
+    refused("got None", engine.full_gradient, None)
+    one_name = f"expected one name on all ranks, got ['blocks.1.0.weight', '{name}']"
+    refused(one_name, engine.full_parameter, name if rank else "blocks.1.0.weight")
+    shape = f"'{name}': expected a full tensor of shape (90, 7), got shape (630,)"
+    refused(shape, engine.set_full_parameter, name, torch.zeros(630))
+    different = f"ranks 0 and 1 were given different values for '{name}'"
+    refused(different, engine.set_full_parameter, name, whole + rank)
+    assert torch.equal(engine.full_parameter(name), before)
+    refused("'frozen.weight' is frozen", engine.set_full_gradient, "frozen.weight", torch.zeros(7, 7))
+    none = f"expected states of '{name}' (none before the first step), got 'exp_avg'"
+    refused(none, engine.set_full_optimizer_state, name, {"exp_avg": whole})
+    engine.backward(square_loss(engine, 0))
+    engine.step()
+    after = f"expected states of '{name}' (step, exp_avg, exp_avg_sq), got 'exp_agv'"
+    refused(after, engine.set_full_optimizer_state, name, {"exp_agv": whole})
+    with engine.unsharded():
+        inside = "full_parameter() inside engine.unsharded()"
+        refused(inside, engine.full_parameter, name, kind=RuntimeError)

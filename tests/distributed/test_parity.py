@@ -5,56 +5,582 @@ shows in the loss of the next one. With three or more ranks DDP adds in another 
 all stages with plain PyTorch that adds in the order of the ranks.
 """
 
-import torch
-from torch import nn
+import copy
+import os
+import re
+import shutil
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.distributed.models import Tiny
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.distributed.models import GPT, Tiny, tiny
 from tests.distributed.training import (
     OPTIMIZERS,
+    SOME_STAGES,
+    Loss,
+    Maker,
     build,
+    distance_of_all,
+    lora,
+    numbers,
+    padded_size,
+    plain,
     same_as_replicated,
     square_loss,
+    start,
+    step,
+    token_loss,
+    tokens,
+    train,
+    train_replicated,
 )
 from tests.ranks import on_ranks
 
 
-def against_replicated(kinds, optimizers):
-    return [
-        f"{kind}: {line}"
-        for kind in kinds
-        for optimizer in optimizers
-        for line in same_as_replicated(build(kind), optimizer)
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained; the reference is DDP."""
+
+    make: Callable[[], nn.Module]
+    loss: Loss = square_loss
+    optimizer: Maker = "SGD"
+    num_steps: int = 3
+    stages: tuple[int, ...] = SOME_STAGES
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `same_as_replicated`; `averages` where DDP does not take the model or its loss."""
+
+    def differences(self) -> list[str]:
+        torch.manual_seed(0)
+        model = self.make()
+        return same_as_replicated(
+            model, self.optimizer, self.num_steps, self.loss, stages=self.stages, **self.options
+        )
+
+
+def differences(cases: dict[str, Case]) -> list[str]:
+    return [f"{name}: {line}" for name, case in cases.items() for line in case.differences()]
 
 
 @on_ranks(2, timeout=200)
 def test_steps_on_two_ranks_equal_those_of_ddp_to_the_bit_at_every_stage():
-    found = against_replicated(["GPT", "Llama", "tied transformers Llama"], ["AdamW"])
-    return found + against_replicated(["tied GPT"], ["fused AdamW", "SGD"])
+    found = []
+    for kind, optimizer in (
+        *((kind, "AdamW") for kind in ("GPT", "Llama", "tied transformers Llama")),
+        *(("tied GPT", optimizer) for optimizer in ("fused AdamW", "SGD")),
+    ):
+        found += [f"{kind}: {line}" for line in same_as_replicated(build(kind), optimizer, 3)]
+    return found
 
 
 @on_ranks(1)
 def test_steps_on_one_rank_equal_those_of_plain_pytorch_to_the_bit():
-    found = against_replicated(["tied GPT"], ["AdamW"])
-    return found + against_replicated(["Llama"], ["fused AdamW", "SGD"])
+    found = []
+    for kind, optimizer in (("tied GPT", "AdamW"), ("Llama", "fused AdamW"), ("Llama", "SGD")):
+        found += [f"{kind}: {line}" for line in same_as_replicated(build(kind), optimizer, 3)]
+    return found
 
 
-# ------------------------------------------------------------------------------------------- small shapes
-
-
-class OneElement(nn.Module):
-    """One parameter, and of it one element."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.full((), 1.5))
-
-    def forward(self, x):
-        return x * self.factor
+# --------------------------------------------------------------------------------------------- optimizers
 
 
 @on_ranks(2)
 def test_parameters_of_one_element_train_as_in_ddp_to_the_bit():
     torch.manual_seed(0)
-    models = [Tiny(1), Tiny(3), OneElement(), nn.Sequential(nn.Linear(7, 1))]
-    return [line for m in models for o in OPTIMIZERS for line in same_as_replicated(m, o, 4, square_loss)]
+    models = [(Tiny(3), "AdamW"), *((nn.PReLU(), optimizer) for optimizer in OPTIMIZERS)]
+    models.append((nn.Sequential(nn.Linear(7, 1)), "SGD"))
+    return [line for m, o in models for line in same_as_replicated(m, o, 3, square_loss)]
+
+
+ELEMENT_WISE = [  # first each class once, but for those that the fuzz draws
+    ("ASGD", {}),
+    ("Adadelta", {"lr": 0.3}),
+    ("Adagrad", {"initial_accumulator_value": 0.1}),
+    ("Adamax", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Rprop", {}),
+    ("Adam", {"foreach": True, "weight_decay": 0.1}),
+    ("Adam", {"amsgrad": True}),
+    ("Adam", {"fused": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"fused": True}),
+    ("Adagrad", {"fused": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "kinds", [ELEMENT_WISE[:9], pytest.param(ELEMENT_WISE[9:], marks=pytest.mark.long)], ids=len
+)
+@on_ranks(2)
+def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit(kinds):
+    """An element-wise update of a slice that starts on a block gives the bits of the whole tensor's."""
+
+    def maker(name, options):
+        return lambda parameters: getattr(torch.optim, name)(parameters, **({"lr": 1e-2} | options))
+
+    cases = {
+        f"{name} {options}": Case(make=tiny, optimizer=maker(name, options), stages=(3,))
+        for name, options in kinds
+    }
+    return differences(cases)
+
+
+# -------------------------------------------------------------------------------------- kinds of modules
+
+
+class ListAndDict(nn.Module):
+    """Parameters in a list and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([torch.randn(7, 5), torch.randn(5, 7)])
+        self.named = nn.ParameterDict({"scale": torch.randn(7), "popped": torch.randn(7)})
+        self.inner = nn.Identity()
+
+    def forward(self, x):
+        for weight in self.listed:
+            x = torch.tanh(x @ weight)
+        return self.inner(x * self.named["scale"] + self.named["popped"])
+
+
+class CallsItself(nn.Module):
+    """Runs its own forward inside its forward, and uses its parameters before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(7, 7) / 3), nn.Linear(7, 7)
+
+    def forward(self, x, depth=2):
+        x = self.inner(x)
+        if depth:
+            x = x + self(x, depth - 1)
+        return (x @ self.weight).tanh()
+
+
+class Holds(nn.Module):
+    """A unit that may hold another one of its class."""
+
+    def __init__(self, inside=None):
+        super().__init__()
+        self.weight, self.inside = nn.Parameter(torch.randn(7, 7) / 3), inside
+
+    def forward(self, x):
+        x = x @ self.weight
+        return (x if self.inside is None else x + self.inside(x)).tanh() @ self.weight
+
+
+def nested():
+    layers = CallsItself(), nn.Linear(7, 7), CallsItself(), Holds(Holds(Holds())), nn.Linear(7, 1)
+    return nn.Sequential(*layers)
+
+
+class Softmax(nn.Module):
+    """torch's adaptive softmax: ranks have targets in other clusters, whose layers stand in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 7))
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(7, 60, cutoffs=[10, 20, 40], div_value=2.0)
+
+    def forward(self, x, targets):
+        return self.softmax(self.block(x), targets).loss
+
+
+def softmax_loss(model, number):
+    torch.manual_seed(number)
+    return model(numbers(number, 5, 7), torch.randint(20, (5,)) + 20 * dist.get_rank())
+
+
+class Methods(Tiny):
+    """Has methods that call its parts, beside its forward, and read a parameter of the root."""
+
+    def encode(self, x, *, factor=1.0):
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"x": x * factor}
+
+    def decode(self, encoded):
+        return self.outer(encoded["x"]) * self.gain
+
+    def through_forward(self, x):
+        return self(x) + self.gain
+
+
+def loss_by_methods(net, number):
+    x = numbers(number, 5, 7)
+    if number == 1:
+        return net(x).square().mean()
+    return net.decode(net.encode(x, factor=2.0)).mean() + net.through_forward(x).square().mean()
+
+
+def over_blocks(parameters):
+    return torch.optim.AdamW(list(parameters)[2:6], lr=1e-2)
+
+
+def edited_loss(model, number):
+    """Edits of sharded parameters between steps are seen by the next forward, also without a graph."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 0.5)
+        first = square_loss(model, number)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+    return first + square_loss(model, number)
+
+
+SEVERAL_UNITS = {"units": ["CallsItself", "Holds", "Linear"], "averages": True}
+METHODS = {"methods": ("encode", "decode", "through_forward"), "averages": True}
+MODULES = {
+    "lists and dicts of parameters": Case(make=lambda: nn.Sequential(ListAndDict(), ListAndDict())),
+    "units that call themselves": Case(make=nested, options={"units": ["CallsItself", "Holds"]}),
+    "and have units inside": Case(make=nested, options=SEVERAL_UNITS | {"averages": False}),
+    "ranks run other parts of a list": Case(make=Softmax, loss=softmax_loss, options={"find_unused": True}),
+    "registered methods": Case(make=lambda: Methods(2), loss=loss_by_methods, options=METHODS),
+    "an optimizer over a part": Case(make=lambda: tiny(3), optimizer=over_blocks),
+    "edits between steps": Case(make=tiny, loss=edited_loss),
+    "adapters": Case(make=lora, loss=token_loss),
+    "adapters of the last layer": Case(make=lambda: lora(layers_to_transform=[1]), loss=token_loss),
+    "adapters, checkpoints, frozen in bf16": Case(
+        make=lambda: lora(dtype=torch.bfloat16, checkpoints=True), loss=token_loss, num_steps=2
+    ),
+}
+
+
+@on_ranks(2, timeout=120)
+def test_modules_of_all_kinds_train_as_in_ddp_to_the_bit():
+    return differences(MODULES)
+
+
+# ----------------------------------------------------------------------------------- what leaves a forward
+
+
+class Block(nn.Module):
+    """Keeps a loss of its own beside the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.gate = nn.RMSNorm(7), nn.Linear(7, 7), nn.Linear(7, 4, bias=False)
+
+    def forward(self, x, collected=None):
+        hidden = self.norm(x)
+        self.aside = self.gate(hidden).square().mean()
+        if collected is not None:
+            collected.append(self.aside.float())
+        return x + self.up(hidden).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Collecting(Stack):
+    def forward(self, x):
+        collected = []
+        for block in self.blocks:
+            x = block(x, collected)
+        assert len(collected) == 3
+        return self.head(x).float() + torch.stack(collected).sum()
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 7))
+
+    def forward(self, length):
+        return self.weight[:length]
+
+
+class ReturnsView(Stack):
+    """Uses a part of a unit's parameter after other units have run."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, x):
+        positions = self.positions(len(x))
+        return super().forward(x) + positions
+
+
+def and_without_a_graph(loss):
+    """The loss, and the same of the model in evaluation."""
+
+    def both(model, number):
+        with torch.no_grad():
+            value = loss(model, number)
+        return loss(model, number) + value
+
+    return both
+
+
+def loss_aside(model, number):
+    model(numbers(number, 5, 7))
+    return sum(block.aside for block in (model.blocks[0], model.blocks[2]))
+
+
+def loss_through_a_cache(model, number):
+    """The first forward's outputs are dropped; its keys and values are not."""
+    batch = tokens(number)
+    first = model(input_ids=batch[:, :6], use_cache=True)
+    second = model(input_ids=batch[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+    del first
+    return F.cross_entropy(second.logits[:, :-1].flatten(0, 1), batch[:, 7:].flatten())
+
+
+def loss_of_attentions(model, number):
+    return model(input_ids=tokens(number), output_attentions=True).attentions[-1].square().sum(-1).mean()
+
+
+def eager_llama():
+    model = build("transformers Llama")
+    model.set_attn_implementation("eager")
+    return model
+
+
+class Pair(NamedTuple):
+    out: Tensor
+    bias: Tensor
+
+
+@dataclass
+class Data:
+    out: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    out: Tensor
+    inner: dict[str, list[Tensor | None]]
+
+
+def by_name(found):
+    return found.out, found.bias
+
+
+RETURNED = {
+    "default dict": (
+        lambda out, bias: defaultdict(list, out=out, more=None, bias=bias),
+        lambda found: (found["out"], found["bias"]),
+    ),
+    "deque": (lambda out, bias: deque([out, bias], maxlen=2), tuple),
+    "named tuple": (Pair, by_name),
+    "frozen dataclass": (
+        lambda out, bias: Frozen(out, {"bias": [bias, None]}),
+        lambda found: (found.out, found.inner["bias"][0]),
+    ),
+    "dataclass in a list": (lambda out, bias: [out, Data(out, bias)], lambda found: by_name(found[1])),
+}
+
+
+class Packs(nn.Module):
+    """Returns its result and a view of one of its parameters."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.inner, self.kind = nn.Linear(7, 7), nn.Identity(), kind
+
+    def forward(self, x):
+        return RETURNED[self.kind][0](torch.tanh(self.linear(x)), self.linear.weight[0])
+
+
+class Packing(nn.Module):
+    """Reads what its blocks have returned after all of them have run."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks = nn.ModuleList(Packs(kind) for _ in range(3))
+
+    def forward(self, x):
+        results = []
+        for block in self.blocks:
+            results.append(block(x))
+            x = RETURNED[block.kind][1](results[-1])[0]
+        return x, results
+
+
+def packed_loss(model, number):
+    (x, results), kind = model(numbers(number, 5, 7)), plain(model).blocks[0].kind
+    return (x.square().mean() + sum(RETURNED[kind][1](result)[1].square().sum() for result in results)) / 3
+
+
+AVERAGED = {"averages": True}
+OUTPUTS = {
+    "keys and values": Case(make=eager_llama, loss=loss_through_a_cache, options=AVERAGED),
+    "attentions": Case(make=eager_llama, loss=loss_of_attentions, options=AVERAGED),
+    "losses of blocks alone": Case(make=Stack, loss=loss_aside, options=AVERAGED),
+    "losses of blocks": Case(make=Collecting),
+    "a view of a parameter": Case(
+        make=ReturnsView,
+        loss=and_without_a_graph(square_loss),
+        options={"units": ["Positions", "Block"], "averages": True},
+    ),
+} | {
+    kind: Case(
+        make=lambda kind=kind: Packing(kind),
+        loss=and_without_a_graph(packed_loss),
+        num_steps=2,
+        options=AVERAGED,
+    )
+    for kind in RETURNED
+}
+
+
+@on_ranks(2, timeout=150)
+def test_a_loss_on_what_leaves_a_unit_trains_as_in_plain_pytorch_to_the_bit():
+    return differences(OUTPUTS)
+
+
+# ------------------------------------------------------------------------------------------ recomputation
+
+
+class Checkpointed(GPT):
+    """Two blocks at a time are recomputed in backward."""
+
+    def forward(self, batch):
+        x = self.tokens(batch) + self.positions.weight[: batch.shape[1]]
+        for begin in range(0, len(self.blocks), 2):
+            x = checkpoint(self._run, x, begin, begin + 2, use_reentrant=False)
+        return self.head(self.norm(x) * self.gain)
+
+    def _run(self, x, begin, end):
+        for block in self.blocks[begin:end]:
+            x = block(x)
+        return x
+
+
+class Averaging(nn.Module):
+    """Its forward reads a moving average, then updates it; one that is assigned anew, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(7, 7))
+        self.register_buffer("average", torch.ones(7))
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        y = self.layer(x) / self.average.clone() * self.count
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.5).add_(x.abs().mean(0))
+                self.count = self.count + 1
+        return y.tanh()
+
+
+def of_two_forwards(model, number):
+    return square_loss(model, number) + square_loss(model, number + 50)
+
+
+def twice_through_the_graph(net, number):
+    """A second backward goes through the graph of the first."""
+    x = numbers(number, 5, 7).requires_grad_()
+    value = net(x).square().mean()
+    (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+    return value * gradient.square().sum()
+
+
+UNIT = {"recompute": "unit", "averages": True}
+RECOMPUTED = {
+    "checkpoints around units": Case(make=lambda: Checkpointed(tied=True, num_blocks=4), loss=token_loss),
+    "buffers that a forward reads": Case(
+        make=lambda: nn.Sequential(*[Averaging() for _ in range(3)]), loss=of_two_forwards, options=UNIT
+    ),
+    "backwards through one graph": Case(
+        make=lambda: nn.Sequential(Averaging(), Averaging()), loss=twice_through_the_graph, options=UNIT
+    ),
+}
+
+
+@on_ranks(2)
+def test_recomputed_forwards_change_no_number():
+    return differences(RECOMPUTED)
+
+
+def _same(tensor):
+    return tensor
+
+
+@on_ranks(2)
+def test_recomputation_gathers_nothing_twice_and_keeps_fewer_activations():
+    found = {}
+    for recompute in ("none", "unit"):
+        engine, optimizer = start(build("GPT"), "SGD", recompute=recompute)
+        saved = []
+        step(engine, optimizer, token_loss, 0)
+        engine.reset_comm_report()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, _same):
+            loss = token_loss(engine, 1)
+        own = {p.untyped_storage()._cdata for b in engine._runtime.buffers for p in b.unsharded}
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+        num_bytes = sum(size for pointer, size in kept.items() if pointer not in own)
+        loss.backward()
+        optimizer.step()
+        sent = engine.comm_report().bytes_sent
+        found[recompute] = num_bytes, sent["all_gather"] // 4, sent["reduce_scatter"] // 4
+    P, last = padded_size(engine), [unit.numel for unit in engine.units if unit.kept]
+    gathered, reduced = (2 * P - sum(last)) // 2, P // 2
+    assert found["none"][1:] == found["unit"][1:] == (gathered, reduced)
+    assert found["unit"][0] < 0.5 * found["none"][0]
+
+
+@on_ranks(1)
+def test_the_units_of_an_engine_show_all_that_lies_around_their_forwards():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    precision = {"param_dtype": "bf16", "overrides": {"1": "fp32"}}
+    engine, _ = start(model, "SGD", units=["Sequential"], recompute="unit", precision=precision)
+    around = {unit.name: unit.around for unit in engine.units}
+    assert around == {"": ("gather",), "1": ("gather", "recompute", "cast")}
+
+
+def test_no_other_place_puts_something_around_a_forward():
+    sources = {path.name: path.read_text() for path in Path(zeroshard.__file__).parent.rglob("*.py")}
+    set_there = {name for name, text in sources.items() if re.search(r"set\(\s*[\w.]+,\s*.forward", text)}
+    assert set_there == {"context.py"}
+
+
+# ------------------------------------------------------------------------------------------------ compile
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler on CPUs",
+)
+@on_ranks(2, timeout=240)
+def test_compiled_units_are_close_and_are_not_compiled_again():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build("tied GPT")
+    want = train_replicated(model, "SGD", 5)
+    engine, optimizer = start(copy.deepcopy(model), "SGD", compile=True, recompute="unit")
+    losses = [step(engine, optimizer, token_loss, number) for number in range(2)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        losses += [step(engine, optimizer, token_loss, number) for number in range(2, 5)]
+    got = train(engine, optimizer, 0)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    far = distance_of_all(got.parameters, want.parameters) if got.parameters else 0.0
+    losses, parameters = max(abs(a - b) / b for a, b in zip(losses, want.losses, strict=True)), far
+    assert losses <= 1e-5
+    assert parameters <= 1e-5
+    assert graphs == 1  # for all blocks, which are alike

@@ -1,28 +1,39 @@
-"""Parametrized and pruned layers, attributes of parameters, and autocast."""
+"""Parametrized and pruned layers, attributes of parameters, autocast; derivatives; tracers are refused."""
 
 from __future__ import annotations
 
-import copy
+import itertools
 import warnings
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.autograd.functional as functional
 import torch.distributed as dist
+import torch.func
 import torch.nn.utils.parametrize as parametrize
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, prune
 
 import zeroshard
+from tests.distributed.models import tiny
 from tests.distributed.training import (
-    SOME_STAGES,
     apart,
     averaged_step,
     finish,
+    made_by,
     numbers,
-    sgd,
     square_loss,
     start,
     step,
+    train,
+    train_replicated,
+    train_sharded,
+    unlike,
 )
 from tests.ranks import on_ranks
 
@@ -52,26 +63,21 @@ REPARAMETRIZE = {
 
 @on_ranks(2)
 def test_layers_reparametrized_before_initialize_train_as_in_plain_pytorch():
-    for stage in SOME_STAGES:
-        warnings.simplefilter("ignore")
-        found = []
-        for name, change in REPARAMETRIZE.items():
-            model = base()
+    warnings.simplefilter("ignore")
+    found = []
+    for name, change in REPARAMETRIZE.items():
+        models = base(), base()
+        for model in models:
             for layer in (model[0], model[1][0], model[2][2]):
                 change(layer)
-            plain = base()
-            for layer in (plain[0], plain[1][0], plain[2][2]):
-                change(layer)
-            plain.load_state_dict(model.state_dict())
-            optimizer = sgd(plain)
-            engine, own = start(model, sgd(model), stage=stage)
-            got = [step(engine, own, square_loss, number) for number in range(2)]
-            want = [averaged_step(plain, optimizer, square_loss, number) for number in range(2)]
-            got, want = finish(engine, got), finish(plain, want)
-            kept = {key: value for key, value in got.parameters.items() if not key.endswith(("_u", "_v"))}
-            got.parameters = kept  # each rank's own power iterations
-            found += apart(f"stage {stage}, {name}", got, want)
-        assert found == []
+        models[1].load_state_dict(models[0].state_dict())
+        own = made_by("SGD", models[1])
+        want = finish(models[1], [averaged_step(models[1], own, square_loss, number) for number in range(2)])
+        got = train(*start(models[0], "SGD", stage=3), 2, square_loss)
+        kept = {key: value for key, value in got.parameters.items() if not key.endswith(("_u", "_v"))}
+        got.parameters = kept  # each rank's own power iterations
+        found += apart(name, got, want)
+    return found
 
 
 @on_ranks(2)
@@ -96,64 +102,113 @@ def test_a_model_that_is_changed_under_unsharded_is_refused_by_name():
             engine.module.append(nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
 @on_ranks(2)
-def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward(stage):
-    model = base()
+def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward():
+    model, seen = base(), []
     for name, parameter in model.named_parameters():
-        parameter.no_decay = name.endswith("bias")
-    model[0].weight.tensor_model_parallel = tag = object()
-    seen = []
-    model[0].register_forward_pre_hook(lambda module, args: seen.append(module.weight.tensor_model_parallel))
-    asked = []
+        parameter.tag = name
+
+    def note(parameters):
+        seen.append([parameter.tag for parameter in parameters])
 
     def factory(parameters):
-        parameters = list(parameters)
-        asked.extend(parameter.no_decay for parameter in parameters)
+        note(parameters := list(parameters))
         return torch.optim.SGD(parameters, lr=0.1)
 
-    engine, *_ = zeroshard.initialize(model, factory, {"stage": stage})
+    engine, *_ = zeroshard.initialize(model, factory, {"stage": 3})
+    for layer in (each for each in model.modules() if isinstance(each, nn.Linear)):
+        layer.register_forward_pre_hook(lambda module, _: note(module.parameters()))
     engine(numbers(0, 5, 7))
     with engine.unsharded():
-        seen.append(engine.module[0].weight.tensor_model_parallel)
-        shown = [parameter.no_decay for parameter in engine.module.parameters()]
-    kept = [parameter.no_decay for parameter in engine.parameters()]
-    assert asked == shown == kept
-    assert any(kept)
-    assert not all(kept)
-    assert seen == [tag, tag]
+        note(engine.module.parameters())
+    note(engine.parameters())
+    names = [name for name, _ in base().named_parameters()]
+    assert [seen[0], list(itertools.chain(*seen[1:-2])), *seen[-2:]] == [names] * 4
 
 
-def accumulate_in_autocast(model, optimizer, number, *, averages):
-    """Two micro-batches, each with a backward, and a step."""
-    losses = []
-    for part in range(2):
-        loss = model(numbers(number + 50 * part, 5, 7)).float().square().mean()
-        loss.backward()
-        losses.append(loss.item())
-    for parameter in model.parameters() if averages else ():
-        parameter.grad *= 1 / dist.get_world_size()
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses
+def autocast_loss(outside, model, number):
+    """Two micro-batches; a context around all steps caches the casts of parameters to its end."""
+    with nullcontext() if outside else torch.autocast("cpu", torch.bfloat16):
+        return sum(model(numbers(number + n, 5, 7)).float().square().mean() for n in (0, 50))
 
 
 @on_ranks(2)
 def test_casts_that_autocast_caches_are_not_used_after_a_step():
-    """Several steps inside one context, which caches the casts of parameters to its end."""
-    for stage in SOME_STAGES:
-        config = {}
-        model = base()
-        plain = copy.deepcopy(model)
-        optimizer = sgd(plain)
-        engine, own = start(model, sgd(model), stage=stage, **config)
-        got, want = [], []
-        with torch.autocast("cpu", torch.bfloat16):
-            for number in range(3):
-                got += accumulate_in_autocast(engine, own, number, averages=False)
-        for number in range(3):  # a context for each step, as torch advises
-            with torch.autocast("cpu", torch.bfloat16):
-                want += accumulate_in_autocast(plain, optimizer, number, averages=True)
-        found = apart(f"stage {stage}", finish(engine, got), finish(plain, want))
-        assert found == []
+    want = train_replicated(base(), "SGD", 3, partial(autocast_loss, False), averages=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = train_sharded(base(), "SGD", 3, partial(autocast_loss, True), stage=3)
+    return apart("autocast", got, want)
+
+
+def dual(model):
+    with forward_ad.dual_level():
+        made = forward_ad.make_dual(numbers(0, 5, 7), numbers(1, 5, 7))
+        return forward_ad.unpack_dual(model(made)).tangent.clone()
+
+
+TRANSFORMS = (
+    lambda model: torch.func.grad(lambda x: model(x).square().mean())(numbers(0, 5, 7)),
+    lambda model: torch.func.vjp(lambda x: model(x), numbers(0, 5, 7)),
+    lambda model: torch.func.jvp(lambda x: model(x), (numbers(0, 5, 7),), (numbers(1, 5, 7),)),
+    lambda model: torch.func.vmap(lambda x: model(x))(numbers(0, 5, 7)),
+    lambda model: torch.no_grad()(torch.func.vmap(lambda x: model(x)))(numbers(0, 5, 7)),
+    lambda model: torch.func.hessian(lambda x: model(x).sum())(numbers(0, 7)),
+    lambda model: torch.func.functionalize(lambda x: model(x))(numbers(0, 5, 7)),
+)
+
+DERIVATIVES = {
+    "dual tensors": dual,
+    "functional.jacobian": lambda model: functional.jacobian(lambda x: model(x), numbers(0, 5, 7)),
+    "functional.hessian": lambda model: functional.hessian(lambda x: model(x).sum(), numbers(0, 7)),
+    "inference_mode": lambda model: torch.inference_mode()(lambda: model(numbers(0, 5, 7)).clone())(),
+}
+
+
+def shape_of(model):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.ones(5, 7))
+
+
+TRACERS = (
+    lambda model: torch.func.linearize(lambda x: model(x), numbers(0, 5, 7)),
+    lambda model: make_fx(lambda x: model(x))(numbers(0, 5, 7)),
+    lambda model: torch.export.export(model, (numbers(0, 5, 7),)),
+    lambda model: torch.jit.trace(model, (numbers(0, 5, 7),)),
+    torch.fx.symbolic_trace,
+    shape_of,
+)
+TRACED = r"a sharded model cannot be called inside .*\. Trace or transform the model before"
+TRANSFORMED = r"cannot be called inside a transform of torch\.func .*create_graph=True"
+
+
+def inside_a_unit(model):
+    """A transform of a unit inside a forward, as models of forces have it."""
+    energy = torch.func.grad(lambda row: model.blocks[0](row).square().sum())
+    model.forward = lambda x: torch.func.vmap(energy)(model.inner(x))
+    try:
+        model(numbers(0, 5, 7))
+    finally:
+        del model.forward
+
+
+@on_ranks(2)
+def test_derivatives_are_those_of_plain_pytorch_tracers_and_transforms_are_refused_and_steps_are_right():
+    """All through one engine, with a step after each."""
+    model, plain = tiny(), tiny()
+    engine, own = start(model, "SGD", stage=3, units=["Sequential"])
+    optimizer, losses, want, found = made_by("SGD", plain), [], [], []
+
+    def step_after():
+        losses.append(step(engine, own, square_loss, len(losses)))
+        want.append(averaged_step(plain, optimizer, square_loss, len(want)))
+
+    for name, derive in DERIVATIVES.items():
+        found += unlike(name, derive(engine), derive(plain))
+        step_after()
+    for calls, text in ((TRACERS, TRACED), ((*TRANSFORMS, inside_a_unit), TRANSFORMED)):
+        for call in calls:
+            for called in (engine, engine.module)[call is inside_a_unit : 1 if call in TRACERS else 2]:
+                with pytest.raises(RuntimeError, match=text):
+                    call(called)
+            step_after()
+    return found + apart("then", finish(engine, losses), finish(plain, want))

@@ -1,7 +1,6 @@
 """Everything else that people do with a model: the same bits as plain PyTorch, or DDP on two ranks."""
 
 import copy
-import gc
 import math
 from itertools import product
 
@@ -11,11 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.models import GPT, Recomputed, Tiny
+from tests.distributed.models import Recomputed, Tiny
 from tests.distributed.training import (
-    SOME_STAGES,
     STAGES,
-    build,
     differences,
     distance_of_all,
     finish,
@@ -23,51 +20,30 @@ from tests.distributed.training import (
     full_gradients,
     numbers,
     replicate,
-    same_as_replicated,
+    small_gpt,
+    square_loss,
     start,
-    step,
     token_loss,
     tokens,
 )
 from tests.ranks import on_ranks
 
-
-def run_loop(model, loop, num_steps=3):
-    """Where `loop(net, optimizer, number) -> loss value` gives zeroshard other numbers than DDP."""
-    replica = replicate(model)
-    made = torch.optim.AdamW(replica.parameters(), lr=1e-3)
-    want = finish(replica, [loop(replica, made, number) for number in range(num_steps)])
-    found = []
-    for stage in SOME_STAGES:
-        engine, made = start(copy.deepcopy(model), stage=stage)
-        got = finish(engine, [loop(engine, made, number) for number in range(num_steps)])
-        found += differences(f"stage {stage}", got, want)
-    return found
-
-
 # ---------------------------------------------------------------------------------- forwards and backwards
 
 
-def gradients_of(model, ways):
+def gradients_of(model, *ways):
     """The distances of gradients, got in several ways, from those of plain PyTorch averaged over ranks."""
     found = {}
-    for name, way in ways.items():
+    for way in ways:
         net = copy.deepcopy(model)
         way(net)
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad)
         want = {key: value / dist.get_world_size() for key, value in flat_gradients(net).items()}
-        for stage in SOME_STAGES:
-            engine, _ = start(copy.deepcopy(model), "SGD", stage=stage)
-            way(engine)
-            found[name, stage] = distance_of_all(full_gradients(engine), want)
+        engine, _ = start(copy.deepcopy(model), "SGD")
+        way(engine)
+        found[way.__name__] = distance_of_all(full_gradients(engine), want)
     return found
-
-
-def in_turn(net):
-    first, second = token_loss(net, 0), token_loss(net, 1)
-    first.backward()
-    second.backward()
 
 
 def last_first(net):
@@ -91,29 +67,13 @@ def in_parts(net):
 
 
 @on_ranks(2)
-def test_several_backwards_over_pending_forwards_add_up(num_ranks):
-    """1e-6: two reductions are added where plain PyTorch reduces the sum; on one rank to the bit."""
-    ways = {"in turn": in_turn, "last first": last_first, "retained": retained, "in parts": in_parts}
-    found = gradients_of(build("tied GPT"), ways)
-    assert max(found.values()) <= (1e-6 if num_ranks > 1 else 0), found
+def test_several_backwards_over_pending_forwards_add_up():
+    """1e-6: two reductions are added where plain PyTorch reduces the sum."""
+    found = gradients_of(small_gpt(), last_first, retained, in_parts)
+    assert max(found.values()) <= 1e-6, found
 
 
 # ---------------------------------------------------------------------------------- activation checkpoints
-
-
-class Checkpointed(GPT):
-    """Two blocks at a time are recomputed in backward."""
-
-    def forward(self, batch):
-        x = self.tokens(batch) + self.positions.weight[: batch.shape[1]]
-        for begin in range(0, len(self.blocks), 2):
-            x = checkpoint(self._run, x, begin, begin + 2, use_reentrant=False)
-        return self.head(self.norm(x) * self.gain)
-
-    def _run(self, x, begin, end):
-        for block in self.blocks[begin:end]:
-            x = block(x)
-        return x
 
 
 class InsideAndOutside(nn.Module):
@@ -122,7 +82,7 @@ class InsideAndOutside(nn.Module):
     def __init__(self, inside_first):
         super().__init__()
         self.inside_first = inside_first
-        self.layer, self.other = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.layer, self.other = nn.Linear(7, 7), nn.Linear(7, 7)
 
     def forward(self, x):
         if self.inside_first:
@@ -135,35 +95,18 @@ class InsideAndOutside(nn.Module):
         return self.other(torch.tanh(self.layer(x)))
 
 
-class Stack(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(7, 20), nn.ModuleList(blocks), nn.Linear(20, 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-def same_as_averaged(model, loss):
-    """Where gradients are further than 1e-6 from plain PyTorch's, averaged over the ranks."""
-    found = gradients_of(model, {"one": lambda net: loss(net, 0).backward()})
-    return [f"stage {stage}: {distance:g}" for (_, stage), distance in found.items() if distance > 1e-6]
-
-
 @on_ranks(2, timeout=120)
-def test_checkpoints_around_several_units_and_parts_of_them_change_no_number():
-    """To the bit where DDP can; it refuses parameters that a backward reaches twice."""
-    torch.manual_seed(0)
-    found = same_as_replicated(Checkpointed(tied=True, num_blocks=4), num_steps=3)
+def test_checkpoints_around_parts_of_units_change_no_number():
     for inside_first in (True, False):
         torch.manual_seed(0)
-        model = Stack([InsideAndOutside(inside_first) for _ in range(3)])
-        lines = same_as_averaged(model, lambda net, n: net(numbers(n, 5, 7)).square().mean())
-        found += [f"inside first {inside_first}: {line}" for line in lines]
-    return found
+        blocks = [InsideAndOutside(inside_first) for _ in range(3)]
+        model = nn.Sequential(nn.Linear(7, 7), *blocks, nn.Linear(7, 3))
+        found = gradients_of(model, one_backward)
+        assert max(found.values()) <= 1e-6, (inside_first, found)
+
+
+def one_backward(net):
+    square_loss(net, 0).backward()
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -217,19 +160,20 @@ def test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_grad
 # ------------------------------------------------------------------------------------------- two engines
 
 
-def adversaries(stage):
-    """A generator and a discriminator in turn: where they differ from DDP's."""
+@on_ranks(2)
+def test_two_engines_may_take_turns_and_feed_each_other():
+    """A generator and a discriminator in turn."""
     torch.manual_seed(0)
     generator = Tiny(2)
     judge = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge)]
     replicas = [replicate(generator), replicate(judge)]
     replica_sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in replicas]
-    engines = [start(m, o, stage=stage)[0] for m, o in zip((generator, judge), sgd, strict=True)]
+    engines = [start(m, o)[0] for m, o in zip((generator, judge), sgd, strict=True)]
 
     def play(make, tell, make_sgd, tell_sgd):
         losses = []
-        for number in range(4):
+        for number in range(3):
             noise = numbers(number, 5, 7)
             loss = tell(make(noise).detach()).mean() - tell(torch.ones(5, 3)).mean()
             loss.backward()
@@ -247,56 +191,70 @@ def adversaries(stage):
     return [
         line
         for engine, replica in zip(engines, replicas, strict=True)
-        for line in differences(f"stage {stage}", finish(engine, got_losses), finish(replica, want_losses))
+        for line in differences("adversaries", finish(engine, got_losses), finish(replica, want_losses))
     ]
 
 
+WIDTH, LENGTH = 16, 6
+
+
+def layer():
+    return nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.0, batch_first=True)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x, mask):
+        return x + self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+
+
+class Layers(nn.Module):
+    """torch's encoder, its layers without the encoder around them, and attention alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(7, WIDTH), nn.ModuleList(layer() for _ in range(2))
+        self.encoder = nn.TransformerEncoder(layer(), 2, enable_nested_tensor=True)
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        for each in self.layers:
+            x = each(x, src_key_padding_mask=mask)
+        x = self.encoder(x, src_key_padding_mask=mask)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def slowly(model, x, mask):
+    """The output without fast paths, those of attention alone included."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return model(x, mask)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("units", [None, ["TransformerEncoder", "Attention"]])
 @on_ranks(2)
-def test_two_engines_may_take_turns_and_feed_each_other():
-    return [line for stage in SOME_STAGES for line in adversaries(stage)]
-
-
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@on_ranks(2, timeout=15)
-def test_an_engine_may_be_dropped_right_after_a_step(stage):
-    """An engine is dropped while the gathers that its step has started are under way; another goes on."""
-    for number in range(4):
-        engine, optimizer = start(build("tied GPT"), stage=stage)
-        step(engine, optimizer, token_loss, number)
-        del engine, optimizer
-        gc.collect()
-        total = torch.ones(())
-        dist.all_reduce(total)
-    assert total.item() == 2.0
-
-
-# ------------------------------------------------------------------------------------------------- edits
-
-
-def edit_copy(parameters):
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(parameter * 0.5)
-
-
-def edit_data(parameters):
-    for parameter in parameters:
-        parameter.data.mul_(0.5)
-
-
-@on_ranks(2)
-def test_edits_of_sharded_parameters_between_steps_are_seen_by_the_next_forward():
-    found = []
-    for edit in (edit_copy, edit_data):
-
-        def loop(net, optimizer, number, edit=edit):
-            first = step(net, optimizer, token_loss, number)
-            edit(net.parameters())
-            with torch.no_grad():
-                second = token_loss(net, number).item()
-            edit(net.parameters())
-            return first + second
-
-        found += [f"{edit.__name__}: {line}" for line in run_loop(build("tied GPT"), loop)]
-    return found
+def test_evaluation_with_padding_masks_is_that_of_plain_pytorch(units):
+    model, x = Layers(), torch.linspace(-1, 1, 3 * LENGTH * 7).view(3, LENGTH, 7)
+    mask = torch.arange(LENGTH)[None] >= torch.tensor([LENGTH, 4, 2])[:, None]
+    plain = copy.deepcopy(model)
+    engine, optimizer = start(model, "SGD", stage=3, units=units)
+    for _ in range(2):
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                want, got = slowly(plain.eval(), x, mask), engine.eval()(x, mask)
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+        losses = [net.train()(x, mask).square().mean() for net in (plain, engine)]
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+        losses[1].backward()
+        optimizer.zero_grad()
+    assert engine.memory_report().unsharded == 0

@@ -1,13 +1,16 @@
-"""Parameters that others put into the modules are refused by name, and what is kept elsewhere raises."""
+"""Parameters that others put into the modules or add to the model are refused by name; kept ones raise."""
 
 import copy
+import re
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tests.distributed.models import Tiny
 from tests.distributed.training import (
-    SOME_STAGES,
     differences,
     finish,
     numbers,
@@ -59,51 +62,45 @@ def assign_and_read(model, x, engine):
     engine.full_state_dict()
 
 
-MESSAGE = "was replaced, tied or removed after initialize: its module now has a"
+MESSAGE = "'{}' was replaced, tied or removed after initialize: its module now has a {}"
 CASES = {
-    assign: f"'1.0.weight' {MESSAGE} Parameter",
-    assign_in_an_rnn: f"'3.weight_hh_l0' {MESSAGE} Parameter",
-    delete: f"'1.0.bias' {MESSAGE} NoneType",
-    tie: f"'1.0.weight' {MESSAGE} ShardedParameter",
-    call_functionally: f"'1.0.weight' {MESSAGE} Tensor",
-    assign_and_read: f"'1.0.weight' {MESSAGE} Parameter",
+    assign: ("1.0.weight", "Parameter"),
+    assign_in_an_rnn: ("3.weight_hh_l0", "Parameter"),
+    delete: ("1.0.bias", "NoneType"),
+    tie: ("1.0.weight", "ShardedParameter"),
+    call_functionally: ("1.0.weight", "Tensor"),
+    assign_and_read: ("1.0.weight", "Parameter"),
 }
 
 
 @on_ranks(1, 2)
 def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right():
     """Refuses each case, and trains on as if nothing had been tried."""
-    for stage in SOME_STAGES:
-        model, found = build(), []
-        want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
-        engine, optimizer = start(model, "SGD", stage=stage)
-        losses = []
-        for number, (case, message) in enumerate(CASES.items()):
-            slots = [(part, dict(part._parameters)) for part in model.modules()]
-            more = [engine] if case is assign_and_read else []
-            with pytest.raises(RuntimeError) as error:
-                case(model, numbers(99, 5, 7), *more)
-            if message not in str(error.value):
-                found.append(f"{case.__name__}: {error.value}")
-            for part, parameters in slots:
-                for name, parameter in parameters.items():
-                    setattr(part, name, parameter)
-            losses.append(step(engine, optimizer, square_loss, number))
-        assert not (found + differences(f"stage {stage}", finish(engine, losses), want))
+    model = build()
+    want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
+    engine, optimizer = start(model, "SGD")
+    losses = []
+    for number, (case, words) in enumerate(CASES.items()):
+        slots = [(part, dict(part._parameters)) for part in model.modules()]
+        more = [engine] if case is assign_and_read else []
+        with pytest.raises(RuntimeError, match=re.escape(MESSAGE.format(*words))):
+            case(model, numbers(99, 5, 7), *more)
+        for part, parameters in slots:
+            for name, parameter in parameters.items():
+                setattr(part, name, parameter)
+        losses.append(step(engine, optimizer, square_loss, number))
+    assert not differences("stage 3", finish(engine, losses), want)
 
 
-class Penalized(nn.Module):
-    """Keeps references to its parameters beside the modules."""
+class Penalized(Tiny):
+    """Keeps a reference to a parameter beside the modules."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.outer = nn.Linear(7, 7), nn.Linear(7, 1)
-        self.kept = [self.inner.weight]
-        self.uses = None
+        self.kept, self.uses = [self.inner.weight], None
 
     def forward(self, x):
-        penalty = self.uses(self.kept) if self.uses else 0.0
-        return self.outer(self.inner(x)) + penalty
+        return super().forward(x) + (self.uses(self.kept) if self.uses else 0.0)
 
 
 USES = {
@@ -120,23 +117,18 @@ USES = {
 
 @on_ranks(1, 2)
 def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used():
-    for stage in SOME_STAGES:
-        torch.manual_seed(0)
-        model, found = Penalized(), []
-        engine, optimizer = start(model, "SGD", stage=stage)
-        for what, use in USES.items():
-            for is_in_forward in (True, False):
-                model.uses = use if is_in_forward else None
-                with pytest.raises(RuntimeError) as error:
-                    engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
-                if "'inner.weight', from a reference that was kept" not in str(error.value):
-                    found.append(f"{what}: {error.value}")
-        model.uses = None
-        assert "inner.weight" in repr(model.kept)
-        assert model.kept[0] in {model.kept[0]}
-        assert model.kept[0].dtype is torch.float32
-        step(engine, optimizer, square_loss, 0)
-        assert not found
+    model = Penalized()
+    engine, optimizer = start(model, "SGD", stage=3)
+    for use in USES.values():
+        for is_in_forward in (True, False):
+            model.uses = use if is_in_forward else None
+            with pytest.raises(RuntimeError, match=r"'inner.weight', from a reference that was kept"):
+                engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
+    model.uses = None
+    assert "inner.weight" in repr(model.kept)
+    assert model.kept[0] in {model.kept[0]}
+    assert model.kept[0].dtype is torch.float32
+    step(engine, optimizer, square_loss, 0)
 
 
 @on_ranks(2)
@@ -147,3 +139,100 @@ def test_data_of_an_empty_slice_is_not_replaced_either():
         engine.module.weight.data = engine.module.weight.data * 2
     engine.module.weight.data -= 0.5
     assert engine.full_state_dict().get("weight", -0.25) == -0.25
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 1))
+
+
+def replace_layer(model):
+    model[1] = nn.Linear(7, 1)
+
+
+def add_layer(model):
+    model[0].new = nn.Linear(7, 7)
+
+
+def append_block(model):
+    model.append(nn.Sequential(nn.Linear(1, 1)))
+
+
+def add_parameter(model):
+    model[0].scale = nn.Parameter(torch.ones(7))
+
+
+REFUSED = {
+    replace_layer: "1.weight",
+    add_layer: "0.new.weight",
+    append_block: "2.0.weight",
+    add_parameter: "0.scale",
+}
+
+
+@on_ranks(1)
+def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not():
+    found = []
+    for add, name in REFUSED.items():
+        engine, optimizer = start(two_layers(), "SGD")
+        add(engine.module)
+        engine.backward(engine(numbers(0, 5, 7)).square().mean())
+        for call in (engine.step, optimizer.step, engine.full_state_dict, engine.unsharded().__enter__):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            if f"'{name}' was added to a sharded model" not in str(error.value):
+                found.append(str(error.value))
+    model = two_layers()
+    replica = copy.deepcopy(model)
+    engine, optimizer = start(model, "SGD")
+    model[0].append(nn.Dropout(0.0))  # nothing to shard
+    model.same = model[1]
+    del model.same
+    engine.close()
+    model[0].new = nn.Linear(7, 1)
+    del model[0].new
+    engine, optimizer = start(model, "SGD")
+    got = finish(engine, [step(engine, optimizer, lambda m, n: m(numbers(0, 5, 7)).square().mean(), 0)])
+    made = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
+    want = finish(replica, [step(replica, made, square_loss, 0)])
+    assert not (found + differences("stage 3", got, want))
+
+
+@on_ranks(1)
+def test_a_shown_parameter_in_another_module_and_a_copy_are_additions_too():
+    refused = partial(pytest.raises, RuntimeError, match=r"'twin' was added to a sharded model")
+    for is_copy in (True, False):
+        engine, optimizer = start(two_layers(), "SGD", stage=3)
+        model = engine.module
+        with refused() if is_copy else nullcontext(), engine.unsharded():
+            twin = copy.deepcopy(model[1].weight) if is_copy else model[1].weight
+            if is_copy:
+                model.register_parameter("twin", twin)
+        if not is_copy:
+            model.register_parameter("twin", twin)
+        for call in (engine.full_state_dict, optimizer.step):
+            with refused():
+                call()
+
+
+@on_ranks(2)
+def test_a_parameter_that_the_optimizer_gets_after_sharding_is_refused_at_the_step():
+    engine, optimizer = start(two_layers())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))]})
+    engine(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"group 1 .* shape \[3, 4\], added after the model"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
+    messages = []
+    model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    engine, _ = start(model, "SGD")
+    before = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    with pytest.raises(RuntimeError) as error, engine.unsharded(write_back=True):
+        model[2].weight = model[0].weight
+    messages.append(str(error.value))
+    after = engine.full_state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert all("'2.weight' was replaced, tied or removed" in message for message in messages)

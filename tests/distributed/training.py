@@ -37,6 +37,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "SGD": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
 }
 
+Maker = str | Callable[[Iterable[nn.Parameter]], Optimizer]
+"""A key of OPTIMIZERS, or what makes an optimizer over parameters."""
+
 
 def build(kind: str, **sizes: int) -> nn.Module:
     """A model by the name of its architecture, the same on every rank; "tied ..." ties embedding and head."""
@@ -49,6 +52,11 @@ def build(kind: str, **sizes: int) -> nn.Module:
         if isinstance(module, nn.Embedding):  # as language models do; logits of a tied head stay small
             nn.init.normal_(module.weight, std=0.02)
     return model
+
+
+def small_gpt() -> nn.Module:
+    """A tied GPT that is trained in little time; both ranks of two hold a part of its matrices."""
+    return build("tied GPT", num_blocks=2, width=24)
 
 
 def _transformers_llama(*, tied: bool) -> nn.Module:
@@ -107,10 +115,18 @@ def plain(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel | Engine) else model
 
 
-def start(model: nn.Module, optimizer: str | Optimizer = "AdamW", **config: Any) -> tuple[Engine, Optimizer]:
-    """Shard the model; `optimizer` is one over its parameters, or a key of OPTIMIZERS."""
-    if isinstance(optimizer, str):
-        optimizer = OPTIMIZERS[optimizer](model.parameters())
+def made_by(optimizer: Maker, model: nn.Module) -> Optimizer:
+    """An optimizer over the parameters of a model."""
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return make(model.parameters())
+
+
+def start(
+    model: nn.Module, optimizer: Maker | Optimizer = "AdamW", **config: Any
+) -> tuple[Engine, Optimizer]:
+    """Shard the model; `optimizer` is one over its parameters, or what makes it."""
+    if not isinstance(optimizer, Optimizer):
+        optimizer = made_by(optimizer, model)
     engine, made, _, _ = zeroshard.initialize(model, optimizer, config)
     assert made is optimizer
     return engine, optimizer
@@ -147,22 +163,39 @@ def finish(model: nn.Module, losses: list[float]) -> Run:
 
 def train_replicated(
     model: nn.Module,
-    optimizer: str,
+    optimizer: Maker,
     num_steps: int,
     loss: Loss = token_loss,
     *,
     find_unused: bool = False,
+    averages: bool = False,
 ) -> Run:
-    """The run of DDP, or on one rank of plain PyTorch, that starts from a model; it is left alone."""
+    """The run of DDP, or on one rank of plain PyTorch, that starts from a model; it is left alone.
+
+    With `averages` it is plain PyTorch with the mean of the ranks' gradients, for what DDP does not take.
+    """
+    if averages:
+        replica = copy.deepcopy(model)
+        made = made_by(optimizer, replica)
+        return finish(replica, [averaged_step(replica, made, loss, number) for number in range(num_steps)])
     replica = replicate(model, find_unused=find_unused)
-    return train(replica, OPTIMIZERS[optimizer](replica.parameters()), num_steps, loss)
+    return train(replica, made_by(optimizer, replica), num_steps, loss)
 
 
 def train_sharded(
-    model: nn.Module, optimizer: str, num_steps: int, loss: Loss = token_loss, **config: Any
+    model: nn.Module,
+    optimizer: Maker,
+    num_steps: int,
+    loss: Loss = token_loss,
+    *,
+    methods: Iterable[str] = (),
+    **config: Any,
 ) -> Run:
-    """The run of zeroshard that starts from a model; it is left alone."""
-    return train(*start(copy.deepcopy(model), optimizer, **config), num_steps, loss)
+    """The run of zeroshard that starts from a model; it is left alone. `methods` are registered."""
+    engine, made = start(copy.deepcopy(model), optimizer, **config)
+    for method in methods:
+        engine.register_forward_method(method)
+    return train(engine, made, num_steps, loss)
 
 
 def by_hand(
@@ -225,20 +258,21 @@ def differences(what: str, got: Run, want: Run) -> list[str]:
 
 def same_as_replicated(
     model: nn.Module,
-    optimizer: str = "AdamW",
+    optimizer: Maker = "AdamW",
     num_steps: int = 4,
     loss: Loss = token_loss,
     *,
     stages: Iterable[int] = STAGES,
     find_unused: bool = False,
+    averages: bool = False,
     **config: Any,
 ) -> list[str]:
-    """Where zeroshard's run differs from DDP's by a single bit."""
-    want = train_replicated(model, optimizer, num_steps, loss, find_unused=find_unused)
+    """Where zeroshard's run differs from DDP's by a single bit; `averages` as in `train_replicated`."""
+    want = train_replicated(model, optimizer, num_steps, loss, find_unused=find_unused, averages=averages)
     found = []
     for stage in stages:
         got = train_sharded(model, optimizer, num_steps, loss, stage=stage, **config)
-        found += differences(f"stage {stage}, {optimizer}", got, want)
+        found += differences(f"stage {stage}", got, want)
     return found
 
 
@@ -336,6 +370,8 @@ def averaged_step(model, optimizer, loss, number):
     value = loss(model, number)
     value.backward()
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradient *= 1 / dist.get_world_size()
         dist.all_reduce(gradient)

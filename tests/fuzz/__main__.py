@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from tests.fuzz import pipeline, wrapped
+from tests.fuzz import pipeline
 from tests.fuzz.cases import build_case, num_ranks_of
 from tests.fuzz.place import VARIABLE, device
 from tests.fuzz.run import failures, run_case, run_cases
@@ -19,8 +19,8 @@ from tests.ranks import RankError, Ranks
 
 PER_CALL = 20
 """Cases that the same process group serves."""
-OTHERS = {"pipelines": (pipeline, 5), "wrapped": (wrapped, 10)}
-"""The other kinds of cases; without `--kind` one of so many seeds has a case of such a kind, too."""
+PIPELINES = 5
+"""Without `--kind` one of so many seeds has a case of pipelines, too."""
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     )
     parser.add_argument("--most-ranks", type=int, default=4, help="leave out cases of more ranks")
     parser.add_argument("--tensor", type=int, help="tensor ranks for each rank of all cases; else 1 or 2")
-    parser.add_argument("--kind", choices=("models", *OTHERS), help="run cases of this kind alone")
+    parser.add_argument("--kind", choices=("models", "pipelines"), help="run cases of this kind alone")
     options = parser.parse_args()
     os.environ[VARIABLE] = options.device
     seeds = range(options.first, options.first + options.cases)
@@ -44,9 +44,8 @@ def main() -> int:
     start, ranks, failed = time.monotonic(), Ranks(), []
     if options.kind in (None, "models"):
         failed += _run_models(ranks, seeds, options)
-    for kind, (_, share) in OTHERS.items():
-        if options.kind in (None, kind) and device().type == "cpu":
-            failed += _run_others(ranks, kind, seeds if options.kind else seeds[::share], options.most_ranks)
+    if options.kind in (None, "pipelines") and device().type == "cpu":
+        failed += _run_pipelines(ranks, seeds if options.kind else seeds[::PIPELINES], options.most_ranks)
     ranks.close()
     print(f"{time.monotonic() - start:.0f} s")
     return bool(failed)
@@ -54,8 +53,8 @@ def main() -> int:
 
 def _describe(options: argparse.Namespace) -> str:
     """The one case that the command line asks for."""
-    if options.kind in OTHERS:
-        return OTHERS[options.kind][0].build_case(options.seed).describe()
+    if options.kind == "pipelines":
+        return pipeline.build_case(options.seed).describe()
     tp = _tp(options.seed, options)
     case = build_case(options.seed) if tp == 1 else divided_case(options.seed, tp)
     return "no layer can be divided" if case is None else case.describe()
@@ -82,15 +81,15 @@ def _tp(seed: int, options: argparse.Namespace) -> int:
     return tensor_ranks_of(seed, options.most_ranks) if tp is None else tp
 
 
-def _run_others(ranks: Ranks, kind: str, seeds: Sequence[int], most_ranks: int) -> list[int]:
-    module, cases = OTHERS[kind][0], {}
+def _run_pipelines(ranks: Ranks, seeds: Sequence[int], most_ranks: int) -> list[int]:
+    cases: dict[int, list[int]] = {}
     for seed in seeds:
-        if (num_ranks := module.num_ranks_of(seed)) <= most_ranks:
+        if (num_ranks := pipeline.num_ranks_of(seed)) <= most_ranks:
             cases.setdefault(num_ranks, []).append(seed)
     failed = []
     for num_ranks, own in sorted(cases.items()):
-        failed += _run(ranks, num_ranks, module.run_case, own)
-    print(f"{sum(map(len, cases.values()))} cases of {kind}, {len(failed)} failed: {sorted(failed)}")
+        failed += _run(ranks, num_ranks, pipeline.run_case, own)
+    print(f"{sum(map(len, cases.values()))} cases of pipelines, {len(failed)} failed: {sorted(failed)}")
     return failed
 
 

@@ -4,7 +4,12 @@ import bitsandbytes
 import peft
 import torch
 import transformers
+from bitsandbytes.backends.default import ops
 from torch import nn
+
+for name in ("_dequantize_blockwise_compute", "_dequantize_4bit_compute"):
+    # Not compiled, which takes seconds for each shape. Both sides of a comparison compute with the same code.
+    setattr(ops, name, getattr(ops, name).__wrapped__)
 
 VOCABULARY, ROWS, LENGTH = 128, 4, 16
 
@@ -60,13 +65,23 @@ def base(kind, seed=0, width=64):
     return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
-def build(kind, seed=0, width=64):
+TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "lora": lambda: peft.LoraConfig(r=4, init_lora_weights=False, **TARGETS),
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, **TARGETS),
+    "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, init_lora_weights=False, **TARGETS),
+    "hira": lambda: peft.HiraConfig(r=4, init_weights=False, **TARGETS),
+    "oft": lambda: peft.OFTConfig(oft_block_size=8, init_weights=False, use_cayley_neumann=False, **TARGETS),
+}
+
+
+def build(kind, seed=0, width=64, adapter="lora"):
+    """All but plain LoRA have the classes of peft for codes, by the marks that transformers gives a model."""
     model = base(kind, seed, width)
+    if adapter != "lora":
+        object.__setattr__(model, f"is_loaded_in_{8 if kind == 'int8' else 4}bit", True)
     torch.manual_seed(seed + 1)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config)
+    return peft.get_peft_model(model, ADAPTERS[adapter]())
 
 
 def adamw(parameters):

@@ -20,12 +20,12 @@ def divisors(number):
 
 SMALL = [
     Arrangement(num_ranks, pp, tp, group_size)
-    for num_ranks in range(1, 33)
+    for num_ranks in range(1, 25)
     for pp in divisors(num_ranks)
     for tp in divisors(num_ranks // pp)
     for group_size in (None, *divisors(num_ranks // pp // tp))
 ]
-"""Every mesh of at most 32 ranks."""
+"""Every mesh of at most 24 ranks."""
 
 
 def grid(arrangement):
@@ -46,8 +46,12 @@ def lines(array, axes):
 
 def test_groups_of_every_small_mesh_are_those_of_an_array():
     for arrangement in SMALL:
+        array = grid(arrangement)
         for axes in KINDS:
-            assert arrangement.groups(*axes) == lines(grid(arrangement), axes), (arrangement, axes)
+            assert arrangement.groups(*axes) == lines(array, axes), (arrangement, axes)
+        assert arrangement.sizes == array.shape
+        for rank in range(arrangement.num_ranks):
+            assert array[arrangement.coordinates(rank)] == rank
 
 
 def test_tensor_data_and_pipeline_groups_of_every_small_mesh_are_those_of_megatron():
@@ -61,15 +65,6 @@ def test_tensor_data_and_pipeline_groups_of_every_small_mesh_are_those_of_megatr
         assert (a.groups(TP), a.groups(*DATA), a.groups(PP)) == (tensor, data, pipeline), a
 
 
-def test_coordinates_of_every_small_mesh_are_the_indices_of_an_array():
-    for arrangement in SMALL:
-        array = grid(arrangement)
-        assert arrangement.sizes == array.shape
-        for rank in range(arrangement.num_ranks):
-            place = arrangement.coordinates(rank)
-            assert array[place] == rank
-
-
 # ---------------------------------------------------------------------------------------------- errors
 
 
@@ -80,7 +75,7 @@ def refusal(function, *args):
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_and_all_others_are_not():
-    for num_ranks, pp, tp, group_size in itertools.product(range(1, 17), range(1, 9), range(1, 9), range(18)):
+    for num_ranks, pp, tp, group_size in itertools.product(range(1, 17), (1, 2, 3, 8), (1, 2, 5), range(18)):
         divisor = pp * tp * (group_size or 1)
         if num_ranks % divisor:
             asked = {"mesh.pp": pp, "mesh.tp": tp, "shard_group_size": group_size}
@@ -91,14 +86,4 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused_and_all_others_are_not()
         else:
             sizes = Arrangement(num_ranks, pp, tp, group_size or None).sizes
             assert sizes.dp_shard == (group_size or num_ranks // (pp * tp))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((0,), "num_ranks: expected at least 1 rank, got 0"),
-        ((-4,), "num_ranks: expected at least 1 rank, got -4"),
-    ],
-)
-def test_a_number_below_1_is_refused_with_its_name(sizes, expected):
-    assert refusal(Arrangement, *sizes) == expected
+    assert refusal(Arrangement, 0) == "num_ranks: expected at least 1 rank, got 0"

@@ -1,4 +1,4 @@
-"""The walk of a backward, with units that only note what happens to them."""
+"""The walk of a backward with units that note what happens; leases; one order of units out of several."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given
 
+from zeroshard.sharding.reducer import merge
 from zeroshard.sharding.unit import ForwardCall, Unit, Visit
 from zeroshard.sharding.walk import Lease, Walk, plan_turns
 
@@ -225,3 +226,59 @@ def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_check
     walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
     walk.enter(by_name["a"])
     assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]
+
+
+class Unit(SimpleNamespace):
+    __hash__ = object.__hash__
+
+    def __init__(self):
+        super().__init__(leases=set(), is_gathered=True)
+
+    def reshard(self, for_backward):
+        self.is_gathered = False
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3))))
+def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
+    leases, units = [Lease() for _ in range(3)], [Unit() for _ in range(4)]
+    held = set()
+    for takes, lease, unit in moves:
+        if takes:
+            units[unit].is_gathered = True
+            leases[lease].take(units[unit])
+            held.add((lease, unit))
+        else:
+            leases[lease].end((units[unit],))
+            held.discard((lease, unit))
+            assert units[unit].is_gathered == bool(units[unit].leases)
+        for number, one in enumerate(units):
+            assert one.leases == {leases[n] for n, m in held if m == number}
+        for number, one in enumerate(leases):
+            assert set(one.units) == {units[m] for n, m in held if n == number}
+            assert bool(one.units) == any(n == number for n, _ in held)
+
+
+ORDERS = st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=4)
+
+
+@given(ORDERS)
+def test_every_element_is_there_once(orders):
+    merged = merge(orders)
+    assert len(merged) == len(set(merged))
+    assert set(merged) == {element for order in orders for element in order}
+
+
+@given(st.lists(st.integers(), unique=True, max_size=8), st.data())
+def test_orders_that_leave_out_parts_of_one_give_that_one_back(whole, data):
+    kept = [data.draw(st.lists(st.booleans(), min_size=len(whole), max_size=len(whole))) for _ in range(3)]
+    parts = [[element for element, keep in zip(whole, flags, strict=True) if keep] for flags in kept]
+    assert merge([whole, *parts]) == whole
+    places = {element: place for place, element in enumerate(merge(parts))}
+    assert all(places[a] < places[b] for part in parts[:1] for a, b in pairwise(part))
+
+
+def test_a_new_element_goes_right_behind_the_one_before_it():
+    assert merge([[0, 2, 3], [0, 1, 2, 3]]) == [0, 1, 2, 3]
+    assert merge([[0, 2, 3], [5, 0, 3, 4]]) == [5, 0, 2, 3, 4]
+    assert merge([[0, 1, 0, 2]]) == [0, 1, 2]
+    assert merge([]) == []

@@ -1,15 +1,20 @@
-"""A model built without memory has the values of an ordinary one, to the bit."""
+"""A model built without memory has the values of an ordinary one, to the bit, and trains as one."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard
+from tests.distributed.training import differences, start, train
+from tests.ranks import on_ranks
 from zeroshard.lazy.deferred import values_of
 from zeroshard.lazy.recording import check_values
 
@@ -105,7 +110,7 @@ class Placed(nn.Module):
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return {name: values_of(tensor) for name, tensor in named}
+    return {name: values_of(tensor).detach().clone() for name, tensor in named}
 
 
 def both(make: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -120,39 +125,23 @@ def both(make: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts, Placed])
-def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
+def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit_also_in_a_copy(make):
     plain, deferred = both(make)
     assert make is MetaParts or all(parameter.is_meta for parameter in deferred.parameters())
-    expected, got = tensors(plain), tensors(deferred)
-    assert got.keys() == expected.keys()
-    for name, value in got.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
-
-
-def test_a_copy_has_the_values_of_its_model():
-    plain, deferred = both(Inits)
-    twin = copy.deepcopy(deferred)
+    twin, expected, got = copy.deepcopy(deferred), tensors(plain), tensors(deferred)
     with zeroshard.deferred_init(), torch.no_grad():
         for parameter in deferred.parameters():
             parameter.zero_()
-    expected, got = tensors(plain), tensors(copy.deepcopy(twin))
-    assert got.keys() == expected.keys()
-    for name, value in got.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    for found in (got, tensors(copy.deepcopy(twin))):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
     check_values(twin)
     parameters = dict(deferred.named_parameters())
     for name, parameter in twin.named_parameters():
         assert parameter is not parameters[name]
         assert type(parameter) is type(parameters[name])
         assert parameter.requires_grad == parameters[name].requires_grad
-
-
-def test_a_change_of_a_copy_is_refused_as_one_of_its_model():
-    _, deferred = both(Inits)
-    twin = copy.deepcopy(deferred)
-    nn.init.zeros_(twin.a.bias)
-    assert refusal(twin).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
-    check_values(deferred)
 
 
 def test_a_model_without_memory_is_not_pickled_and_one_that_has_it_is():
@@ -167,22 +156,43 @@ def test_a_model_without_memory_is_not_pickled_and_one_that_has_it_is():
         assert torch.equal(value, plain.state_dict()[name])
 
 
-def test_a_layer_that_stays_on_the_meta_device_among_deferred_ones_is_refused_by_name():
+def after_the_block(model):
+    nn.init.zeros_(model.a.bias)
+
+
+def between_two_blocks(model):
+    nn.init.zeros_(model.a.bias)
     with zeroshard.deferred_init():
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    assert refusal(model).startswith("parameter '1.weight' is on the meta device")
+        model.a.bias.data[0] = 1
+        nn.init.ones_(model.a.bias)
 
 
-def refusal(model: nn.Module) -> str:
-    with pytest.raises(ValueError, match="expected") as caught:
-        check_values(model)
-    return str(caught.value)
+def to_another_dtype(model):
+    model.a.bfloat16()
 
 
-def test_a_change_after_the_block_is_refused_by_name():
+def with_a_layer_on_the_meta_device(model):
+    model.more = nn.Linear(2, 2, device="meta")
+
+
+CHANGED = r"^parameter 'a.bias' was changed after zeroshard.deferred_init\(\)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (after_the_block, CHANGED),
+        (between_two_blocks, CHANGED),
+        (to_another_dtype, "^parameter 'a.weight' is on the meta device; expected values"),
+        (with_a_layer_on_the_meta_device, "^parameter 'more.weight' is on the meta device"),
+    ],
+)
+def test_a_change_outside_of_a_block_is_refused_by_name(change, message):
     _, deferred = both(Inits)
-    nn.init.zeros_(deferred.a.bias)
-    assert refusal(deferred).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
+    for model in (copy.deepcopy(deferred), deferred):
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            check_values(model)
 
 
 def test_a_model_may_be_changed_in_a_block_of_its_own():
@@ -232,16 +242,61 @@ def test_tokens_are_added_to_a_model_without_memory(tmp_path, is_tied, options):
         torch.testing.assert_close(values_of(parameter), expected[name], rtol=0, atol=0)
 
 
-def test_a_change_between_two_blocks_is_refused_by_name():
-    _, deferred = both(Inits)
-    nn.init.zeros_(deferred.a.bias)
+def make():
+    return nn.Sequential(
+        nn.Embedding(50, 16),
+        nn.LayerNorm(16),
+        *(nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 16)) for _ in range(2)),
+        nn.Linear(16, 50),
+    )
+
+
+def grouped(parameters):
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        ],
+        lr=1e-2,
+    )
+
+
+@on_ranks(1)
+def test_an_optimizer_whose_state_has_no_values_is_refused():
     with zeroshard.deferred_init():
-        deferred.a.bias.data[0] = 1
-        nn.init.ones_(deferred.a.bias)
-    assert refusal(deferred).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
+        model = make()
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        zeroshard.initialize(model, torch.optim.Adagrad)
 
 
-def test_what_was_lost_after_the_block_is_refused():
-    _, deferred = both(Inits)
-    deferred.a.bfloat16()
-    assert refusal(deferred).startswith("parameter 'a.weight' is on the meta device; expected values")
+def loss_of(model, number):
+    tokens = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(number))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("config", [{"stage": 0}, {"stage": 3, "precision": {"param_dtype": "bf16"}}])
+@on_ranks(2)
+def test_a_model_without_memory_trains_as_an_ordinary_one(config):
+    runs = []
+    for context in (zeroshard.deferred_init(), nullcontext()):
+        torch.manual_seed(dist.get_rank())  # rank 0's values count
+        with context:
+            model = make()
+        runs.append(train(*start(model, grouped, **config), 3, loss_of))
+    return differences("deferred", *runs)
+
+
+@on_ranks(2)
+def test_what_needs_memory_is_refused_while_a_model_is_recorded_and_works_afterwards():
+    engine, optimizer = start(make(), grouped)
+    with zeroshard.deferred_init():
+        model = make()
+        for call, name in ((zeroshard.initialize, "initialize"), (zeroshard.shard, "shard")):
+            with pytest.raises(RuntimeError, match=rf"^{name} inside zeroshard\.deferred_init\(\)"):
+                call(model)
+        refused = r"^a sharded model cannot be called inside zeroshard\.deferred_init\(\)"
+        with pytest.raises(RuntimeError, match=refused):
+            engine(torch.arange(9)[None])
+    for each in ((engine, optimizer), start(model, grouped)):
+        train(*each, 1, loss_of)

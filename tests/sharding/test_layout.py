@@ -1,12 +1,16 @@
-"""Who owns which element: properties over parameter sizes and numbers of ranks."""
+"""Who owns which element: properties over parameter sizes and numbers of ranks; pieces of a step."""
+
+from __future__ import annotations
 
 from itertools import pairwise
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import example, given
 
 from zeroshard.plan.layout import BLOCK, Layout, Span
+from zeroshard.plan.pieces import cut
 
 EDGES = st.sampled_from((0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK))
 SIZES = st.lists(EDGES | st.integers(0, 5 * BLOCK) | st.integers(0, 40_000), max_size=6).map(tuple)
@@ -41,14 +45,9 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(layout):
 def test_shards_are_equal_whole_blocks_and_tile_the_range_in_rank_order(layout):
     shards = [layout.shard(rank) for rank in range(layout.num_ranks)]
     assert {shard.size for shard in shards} == {layout.shard_size}
-    assert layout.shard_size % BLOCK == 0
+    assert layout.shard_size % (BLOCK * layout.num_replicas) == 0
     assert [shard.start for shard in shards] == [0, *(shard.stop for shard in shards[:-1])]
     assert shards[-1].stop == layout.total
-
-
-@given(LAYOUTS)
-def test_the_ranks_that_hold_the_same_shard_can_cut_it_evenly_into_whole_blocks(layout):
-    assert layout.shard_size % (BLOCK * layout.num_replicas) == 0
 
 
 @given(LAYOUTS)
@@ -59,16 +58,6 @@ def test_each_parameter_starts_on_a_block_and_none_overlaps_the_next(layout):
     assert all(span.start % BLOCK == 0 for span in spans)
     assert all(span.stop <= following.start for span, following in pairwise(spans))
     assert all(span.stop <= layout.total for span in spans)
-
-
-@given(LAYOUTS)
-def test_no_block_of_a_parameter_is_cut_between_two_ranks(layout):
-    for index, size in enumerate(layout.sizes):
-        for rank in range(layout.num_ranks):
-            part = layout.owned(index, rank)
-            if part.size:
-                assert part.start % BLOCK == 0
-                assert part.stop % BLOCK == 0 or part.stop == size
 
 
 @given(st.lists(EDGES | st.integers(0, 5 * BLOCK), max_size=5).map(tuple), st.integers(1, 40))
@@ -121,3 +110,12 @@ def test_an_intersection_holds_the_common_elements_and_lies_inside_the_other_spa
     common = one.intersect(other)
     assert elements(common) == elements(one) & elements(other)
     assert other.start <= common.start <= common.stop <= other.stop
+
+
+@pytest.mark.parametrize("size", [0, 1, 256, 257, 1024, 3000, 5000])
+@pytest.mark.parametrize("most", [256, 1024, 10_000])
+def test_pieces_hold_each_element_once_and_begin_on_blocks(size: int, most: int) -> None:
+    pieces = cut(size, most)
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])][: len(pieces)]
+    assert sum(piece.size for piece in pieces) == size
+    assert all(piece.start % BLOCK == 0 and piece.size <= most + BLOCK for piece in pieces)

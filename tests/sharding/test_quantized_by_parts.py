@@ -1,6 +1,6 @@
 """Ranks quantize parts of a weight: codes and scales are those of bitsandbytes for the whole, to the bit."""
 
-import copy
+from functools import partial
 from itertools import pairwise
 
 import bitsandbytes
@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard
-from tests.sharding.quantized import adamw, llama, plain, same_bits, same_state, train, weight_of
+from tests.ranks import on_ranks
+from tests.sharding.quantized import ADAPTERS, adamw, llama, plain, same_bits, same_state, train, weight_of
 from zeroshard.lazy.deferred import Codes
 from zeroshard.plan.layout import Span
 
@@ -33,10 +34,7 @@ def config_of(kind):
 
 def with_adapters(model):
     torch.manual_seed(1)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config).train()
+    return peft.get_peft_model(model, ADAPTERS["lora"]()).train()
 
 
 def theirs(folder, kind):
@@ -61,18 +59,6 @@ def from_init(_, kind):
         return with_adapters(zeroshard.quantize(transformers.LlamaForCausalLM(llama()), config_of(kind)))
 
 
-def trained(build, stage, folder, kind, options):
-    model = build(folder, kind)
-    assert all(p.is_meta for p in model.parameters())
-    config = {"stage": stage, **options}
-    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
-    engine = zeroshard.initialize(model, adamw, config).engine
-    report = engine.memory_report()
-    assert (report.parameters, report.scales) == (want.parameters, want.scales)
-    state = engine.full_state_dict()
-    return train(engine, range(3)), state
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
@@ -81,8 +67,10 @@ def folder(tmp_path_factory):
     return path
 
 
+PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "num_microbatches": 2}}
 LAYOUTS = [
     (2, 3, {}, from_file, "nf4 twice"),
+    (2, 3, PIPELINE, from_file, "int8"),
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in (
@@ -90,44 +78,48 @@ LAYOUTS = [
             (2, 0, {}, from_init, "int8"),
             (4, 2, {}, from_file, "int8"),
             (4, 3, {"shard_group_size": 2}, from_init, "nf4 twice"),
+            (4, 2, PIPELINE, from_file, "nf4 twice"),
         )
     ),
 ]
 
 
 @pytest.mark.parametrize(("num_ranks", "stage", "options", "build", "kind"), LAYOUTS)
-def test_the_model_is_the_one_that_transformers_quantizes(
-    ranks, folder, num_ranks, stage, options, build, kind
-):
+@on_ranks()
+def test_the_model_is_the_one_that_transformers_quantizes(folder, num_ranks, stage, options, build, kind):
+    given, config = build(folder, kind), {"stage": stage, **options}
+    assert all(p.is_meta for p in given.parameters())
+    foretold = zeroshard.estimate(given, num_ranks, config, host_computes=True)
+    engine = zeroshard.initialize(given, adamw, config).engine
+    report = engine.memory_report()
+    if "mesh" not in options:
+        assert (report.parameters, report.scales) == (foretold.parameters, foretold.scales)
     model = theirs(folder, kind)
-    state = copy.deepcopy(model.state_dict())
+    if state := engine.full_state_dict():
+        same_state(state, dict(model.state_dict()))
     want = plain(model, range(3), num_ranks)
-    (losses, found), *others = ranks(num_ranks, trained, build, stage, folder, kind, options)
-    same_state(found, state)
-    if options:  # two groups of ranks add up their gradients first
+    if options and num_ranks == 4:  # two groups of ranks add up their gradients first
         want = pytest.approx(want, rel=1e-6)
-    assert losses == want
-    assert all(other[0] == want for other in others)
-
-
-def started(folder, kind):
-    torch.manual_seed(dist.get_rank())  # a weight that the folder lacks has the initial value of rank 0
-    engine = zeroshard.initialize(from_file(folder, kind), adamw, {"stage": 3}).engine
-    return engine.full_state_dict()
+    assert train(engine, range(3)) == want
 
 
 @pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
-def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, folder, tmp_path, kind):
-    lacking = "model.layers.1.mlp.up_proj.weight"
+@on_ranks(2)
+def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(folder, tmp_path, kind):
+    lacking, rank = "model.layers.1.mlp.up_proj.weight", dist.get_rank()
+    own = tmp_path / str(rank)
+    own.mkdir()
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if name != lacking}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    state = theirs(folder, kind).state_dict()
-    found, _ = ranks(2, started, tmp_path, kind)
-    assert found.keys() == state.keys()
-    for name, value in state.items():
-        assert same_bits(found[name], value) != ("layers.1.mlp.up_proj" in name and _is_of_values(name)), name
+    save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
+    (own / "config.json").write_text((folder / "config.json").read_text())
+    torch.manual_seed(rank)  # a weight that the folder lacks has the initial value of rank 0
+    engine = zeroshard.initialize(from_file(own, kind), adamw, {"stage": 3}).engine
+    found, state = engine.full_state_dict(), theirs(folder, kind).state_dict()
+    assert rank or found.keys() == state.keys()
+    for name, value in found.items():
+        is_other = "layers.1.mlp.up_proj" in name and _is_of_values(name)
+        assert same_bits(value, state[name]) != is_other, name
 
 
 def _is_of_values(name):
@@ -147,26 +139,20 @@ def quantized_folder(folder, kind, path):
     return path
 
 
-def read_again(path):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", dtype=torch.float32)
-
-
-def gpt2_exported(path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu")
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    tokens = torch.arange(8).view(1, 8)
-    losses = [engine.eval_batch({"input_ids": tokens}, tokens).item()]
-    engine.save_pretrained(path / "plain", dequantize=True)
-    return losses
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
-def test_weights_that_gpt2_has_transposed_are_exported_so(ranks, tmp_path, kind):
+@pytest.fixture
+def gpt2(tmp_path, kind):
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "base")
-    path = quantized_folder(tmp_path / "base", kind, tmp_path / "codes")
-    model, tokens = read_again(path).eval(), torch.arange(8).view(1, 8)
+    return quantized_folder(tmp_path / "base", kind, tmp_path / "codes")
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
+@on_ranks(2)
+def test_weights_that_gpt2_has_transposed_are_exported_so(gpt2, tmp_path, kind):
+    read = partial(transformers.AutoModelForCausalLM.from_pretrained, gpt2, device_map="cpu")
+    tokens = torch.arange(8).view(1, 8)
+    model = read(dtype=torch.float32).eval()
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
@@ -177,8 +163,10 @@ def test_weights_that_gpt2_has_transposed_are_exported_so(ranks, tmp_path, kind)
     }
     with torch.no_grad():
         want = model(input_ids=tokens, labels=tokens).loss.item()
-    assert ranks(2, gpt2_exported, path) == [[want], [want]]
-    found = transformers.GPT2LMHeadModel.from_pretrained(path / "plain").state_dict()
+    engine = zeroshard.initialize(read(), adamw, {"stage": 3}).engine
+    assert engine.eval_batch({"input_ids": tokens}, tokens).item() == want
+    engine.save_pretrained(tmp_path / "plain", dequantize=True)
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "plain").state_dict()
     assert len(weights) == 8
     for name, value in weights.items():
         assert torch.equal(found[name], value), name
@@ -258,13 +246,7 @@ def test_a_model_with_memory_is_quantized_at_once_as_by_bitsandbytes():
     assert model[0].bias.requires_grad  # as transformers leaves it
 
 
-class Head(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-
-@pytest.mark.parametrize("around", [lambda model: model, Head])
+@pytest.mark.parametrize("around", [lambda model: model, nn.Sequential])
 def test_a_model_with_adapters_is_refused_and_one_that_is_quantized_before_them_trains_them(around):
     config = transformers.BitsAndBytesConfig(load_in_4bit=True)
     adapted = around(with_adapters(transformers.LlamaForCausalLM(llama())))
@@ -274,48 +256,3 @@ def test_a_model_with_adapters_is_refused_and_one_that_is_quantized_before_them_
     assert {name for name, p in adapted.named_parameters() if p.requires_grad} == trained
     quantized = around(with_adapters(zeroshard.quantize(transformers.LlamaForCausalLM(llama()), config)))
     assert {name for name, p in quantized.named_parameters() if p.requires_grad} == trained
-
-
-# ------------------------------------------------------------------------------------------- pipelines
-
-
-def from_seed(_, kind):
-    torch.manual_seed(0)
-    with zeroshard.deferred_init():
-        model = transformers.LlamaForCausalLM(llama())
-        return with_adapters(zeroshard.quantize(model, config_of(kind)))
-
-
-def over_parts(build, schedule, stage, path, kind):
-    mesh = {"pp": 2}
-    config = {"stage": stage, "mesh": mesh, "pipeline": {"schedule": schedule, "num_microbatches": 2}}
-    engine = zeroshard.initialize(build(path, kind), adamw, config).engine
-    return train(engine, range(3)), engine.full_state_dict()
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule", "stage", "build", "kind"),
-    [
-        (2, "1f1b", 3, from_file, "int8"),
-        pytest.param(4, "zb-h1", 2, from_seed, "nf4 twice", marks=pytest.mark.long),
-    ],
-)
-def test_pipeline_ranks_quantize_their_parts_of_a_model_without_memory(
-    ranks,
-    tmp_path,
-    kind,
-    build,
-    num_ranks,
-    schedule,
-    stage,
-):
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(llama()).save_pretrained(tmp_path)
-    model = theirs(tmp_path, kind)
-    want = plain(model, range(3), num_ranks)
-    for losses, found in ranks(num_ranks, over_parts, build, schedule, stage, tmp_path, kind):
-        assert losses == (
-            want if num_ranks == 2 else pytest.approx(want, rel=1e-6)
-        )  # other sums of gradients
-        if found and num_ranks == 2:
-            same_state(found, dict(model.state_dict()))

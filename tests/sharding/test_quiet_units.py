@@ -1,4 +1,11 @@
-"""Units from which nothing is gathered, exchanged or stepped in a backward: on one rank, all but the root."""
+"""Units on one rank, from which nothing is gathered or exchanged; gradients that are handed on as they are.
+
+The programs here leave the ordinary way between two micro-batches. The reference takes the same way with the
+same model without an engine. The sums are those of the same additions in the same order, so they are compared
+to the bit.
+"""
+
+import itertools
 
 import pytest
 import torch
@@ -6,8 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.distributed.training import numbers
 from tests.ranks import on_ranks
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parallel.pipeline.training import running_batch
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 
 CONFIG = {"stage": 3, "units": ["Linear"]}
 
@@ -24,6 +33,10 @@ def kinds(model):
 @on_ranks(1)
 def test_a_part_that_is_called_alone_and_again_in_a_backward_shows_nothing_afterwards():
     """A gradient of inputs through a part that autograd computes again, and calls that fail."""
+
+    def fail(module, args):
+        raise LookupError("a hook that fails")
+
     plain, engine = layers(), zeroshard.initialize(layers(), None, CONFIG).engine
     assert engine._runtime.passes.quiet.keys() == {*engine._runtime.units[1:]}
     found = []
@@ -35,6 +48,12 @@ def test_a_part_that_is_called_alone_and_again_in_a_backward_shows_nothing_after
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         engine(torch.ones(2, 5))
     assert kinds(engine.module) == {ShardedParameter}
+    handle = engine.module[1].register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(LookupError):
+        engine(torch.ones(2, 4))
+    handle.remove()
+    assert kinds(engine.module) == {ShardedParameter}
+    assert torch.equal(engine(torch.ones(2, 4)), plain(torch.ones(2, 4)))
     assert torch.equal(*found)
 
 
@@ -81,3 +100,96 @@ def test_a_part_that_is_called_alone_has_the_edits_of_its_parameters():
         part.weight.zero_()
         part.bias.fill_(2.0)
     assert part(torch.ones(1, 4, dtype=torch.bfloat16)).tolist() == [[2.0] * 4]
+
+
+class Net(nn.Module):
+    """Its forward shows a value beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.unused = nn.Linear(2, 2)
+        self.shown = None
+
+    def forward(self, x):
+        self.shown = torch.tanh(self.first(x))
+        return self.second(self.shown)
+
+
+def backward(call, number, **options):
+    call(numbers(number, 5, 4)).square().mean().backward(**options)
+
+
+def none_for_one(call, model):
+    next(model.parameters()).grad = None
+
+
+def edited_between(call, model):
+    next(model.parameters()).grad.mul_(0.5)
+
+
+def shown_value_alone(call, model):
+    call(numbers(7, 5, 4))
+    model.shown.sum().backward()  # the root's output has no gradient in this backward
+
+
+def with_a_graph(call, model):
+    backward(call, 7, create_graph=True)
+
+
+def asked_for_alone(call, model):
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(call(x).sum(), x)
+
+
+BETWEEN = (none_for_one, edited_between, shown_value_alone, with_a_graph, asked_for_alone)
+"""Done between two backwards."""
+
+
+@on_ranks(1)
+def test_one_rank_has_the_gradients_of_plain_torch():
+    for act, stage in itertools.product(BETWEEN, (0, 3)):
+        plain, model = Net(), Net()
+        config = {"stage": stage, "units": lambda module: isinstance(module, nn.Linear)}
+        engine = zeroshard.initialize(model, None, config).engine
+        for call, module in ((plain, plain), (engine, model)):
+            backward(call, 0)
+            act(call, module)
+            backward(call, 1)
+        want = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        found = {name: gradient_of(parameter) for name, parameter in engine.named_parameters()}
+        assert found.keys() == want.keys()
+        for name, gradient in want.items():
+            assert (found[name] is None) == (gradient is None), (act, name)
+            assert gradient is None or torch.equal(found[name], gradient.flatten()), (act, name)
+        buffers = engine._runtime.buffers
+        assert all(parameter.grad is None for buffer in buffers for parameter in buffer.unsharded)
+
+
+@on_ranks(1)
+def test_a_gradient_without_exchange_is_not_copied():
+    made = []
+    model = Net()
+    engine = zeroshard.initialize(model, None, {"stage": 0}).engine
+    model.second.weight.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+    engine(torch.ones(2, 4)).sum().backward()
+    assert made == [gradient_of(engine.get_parameter("second.weight")).data_ptr()]
+
+
+def run_part_of_a_batch(engine):
+    with running_batch(engine._runtime):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        raise LookupError
+
+
+@on_ranks(1, 2)
+def test_a_batch_that_has_failed_takes_no_step_until_zero_grad():
+    engine = zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": 3}).engine
+    with pytest.raises(LookupError):
+        run_part_of_a_batch(engine)
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert engine.step()

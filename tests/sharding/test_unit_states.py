@@ -1,5 +1,6 @@
 """Units and their gradients move as drawn, and their buffers are freed and refilled in place."""
 
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.ranks import on_ranks
 from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -126,79 +128,58 @@ def test_a_refill_between_forward_and_backward_is_no_change_to_autograd(freed):
     assert torch.equal(gradient, expected)
 
 
-# --------------------------------------------------------------------------------------- with other ranks
-
-
-def gather_twice(stage):
-    sharded = shard_net(world(), stage=stage)
+@on_ranks(3)
+def test_a_gather_is_started_once_and_brings_rank_0s_values_to_every_rank():
+    sharded = shard_net(world(), stage=3)
     counter, unit = sharded.axis.counter, sharded.inner
+    owned = torch.tensor(sum(parameter.numel() for parameter in unit.buffers[0].sharded))
     counter.reset()
-    owned = sum(parameter.numel() for parameter in unit.buffers[0].sharded)
     unit.unshard()
     unit.unshard()
     unit.wait()
     unit.wait()
     unit.unshard()
-    values, calls = unsharded_values(unit), counter.calls["all_gather"]
+    assert counter.calls["all_gather"] == 1
     unit.reshard()
-    freed = storage_bytes(unit)
+    assert storage_bytes(unit) == 0
     unit.unshard()
     unit.reshard()  # before anybody waited
-    state, freed_again = unit.state, storage_bytes(unit)
+    assert (unit.state.value, storage_bytes(unit)) == ("sharded", 0)
     unit.wait()
-    same = all(torch.equal(value, values[name]) for name, value in unsharded_values(unit).items())
-    return values, calls, owned, freed, (state.value, freed_again, same)
+    for name, value in unsharded_values(unit).items():
+        assert torch.equal(value, sharded.before[name])
+    dist.all_reduce(owned)
+    assert owned == 600 + 30 + 600 + 20
 
 
-def test_a_gather_is_started_once_and_brings_rank_0s_values_to_every_rank(ranks):
-    before = shard_net().before
-    results = ranks(3, gather_twice, 3)
-    for values, calls, _, freed, again in results:
-        assert calls == 1
-        assert freed == 0
-        assert again == ("sharded", 0, True)
-        for name, value in values.items():
-            assert torch.equal(value, before[name])
-    assert sum(owned for _, _, owned, _, _ in results) == 600 + 30 + 600 + 20
-
-
-def reduce_and_deliver(stage, deferred):
+@on_ranks(2)
+def test_gradients_are_averaged_and_what_no_rank_used_stays_without():
     """Two parameters get gradients, one of them on rank 0 alone; two get none on any rank."""
     axis = world()
-    sharded = shard_net(axis, stage=stage)
-    (gradients,) = sharded.inner.gradients
-    scale = 10.0**axis.rank
-    gradients.begin(more=deferred, defer=deferred)
-    gradients.pack(0, torch.full((30, 20), scale))
-    if axis.rank == 0:
-        gradients.pack(1, torch.full((30,), 4.0))
-    packed = gradients.state
-    if deferred:
+    for stage, deferred in itertools.product(range(4), (False, True)):
+        sharded = shard_net(axis, stage=stage)
+        (gradients,) = sharded.inner.gradients
+        scale, states = 10.0**axis.rank, []
+        gradients.begin(more=deferred, defer=deferred)
         gradients.pack(0, torch.full((30, 20), scale))
-    gradients.start_reduce()
-    started = gradients.state
-    gradients.complete()
-    finished = gradients.state
-    gradients.deliver(axis.any(gradients.used, "test")())
-    grads = [parameter.grad for parameter in gradients.buffer.sharded]
-    return [state.value for state in (packed, started, finished, gradients.state)], grads
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("deferred", [False, True])
-def test_gradients_are_averaged_and_what_no_rank_used_stays_without(ranks, stage, deferred):
-    results = ranks(2, reduce_and_deliver, stage, deferred)
-    times = 2 if deferred else 1
-    for rank, (states, grads) in enumerate(results):
-        assert states == ["packing", "reducing", "reduced", "empty"]
+        if axis.rank == 0:
+            gradients.pack(1, torch.full((30,), 4.0))
+        states.append(gradients.state.value)
+        if deferred:
+            gradients.pack(0, torch.full((30, 20), scale))
+        gradients.start_reduce()
+        states.append(gradients.state.value)
+        gradients.complete()
+        states.append(gradients.state.value)
+        gradients.deliver(axis.any(gradients.used, "test")())
+        assert [*states, gradients.state.value] == ["packing", "reducing", "reduced", "empty"]
+        grads = [parameter.grad for parameter in gradients.buffer.sharded]
         layout = Layout((600, 30, 600, 20), 2)
-        sizes = [layout.owned(index, rank).size if stage else size for index, size in enumerate(layout.sizes)]
-        assert torch.equal(grads[0], torch.full((sizes[0],), times * (1.0 + 10.0) / 2))
+        sizes = [layout.owned(n, axis.rank).size if stage else size for n, size in enumerate(layout.sizes)]
+        assert torch.equal(grads[0], torch.full((sizes[0],), (2 if deferred else 1) * (1.0 + 10.0) / 2))
         assert torch.equal(grads[1], torch.full((sizes[1],), 2.0))
         assert grads[2:] == [None, None]
 
-
-# ------------------------------------------------------------------------------------------------ buffers
 
 BUFFER_DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
@@ -224,21 +205,17 @@ def buffers_of(shift):
     return buffers, beside
 
 
-def shard_buffers():
+@on_ranks(2)
+def test_buffers_of_any_dtype_and_layout_get_rank_0s_values_and_nothing_beside_them_changes():
     axis = world()
-    buffers, beside = buffers_of(axis.rank)
+    (buffers, beside), (expected, _) = buffers_of(axis.rank), buffers_of(0)
     module = nn.Linear(2, 2)
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer, persistent=name != "number")
     shard_over(module, undivided(module), Config(), Axes.of_one_group(None, axis))
-    return {name: (b.dtype, b.to(torch.complex64)) for name, b in module.named_buffers()}, beside
-
-
-def test_buffers_of_any_dtype_and_layout_get_rank_0s_values_and_nothing_beside_them_changes(ranks):
-    expected, _ = buffers_of(0)
-    for rank, (buffers, beside) in enumerate(ranks(2, shard_buffers)):
-        assert list(buffers) == list(expected)
-        for name, (dtype, values) in buffers.items():
-            assert dtype == expected[name].dtype
-            assert torch.equal(values, expected[name].to(torch.complex64)), name
-        assert torch.equal(beside.view(-1)[1:], torch.arange(1.0, 24.0) + rank)
+    found = dict(module.named_buffers())
+    assert list(found) == list(expected)
+    for name, want in expected.items():
+        assert found[name].dtype == want.dtype
+        assert torch.equal(found[name].to(torch.complex64), want.to(torch.complex64)), name
+    assert torch.equal(beside.view(-1)[1:], torch.arange(1.0, 24.0) + axis.rank)

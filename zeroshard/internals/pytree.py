@@ -1,6 +1,6 @@
 """Torch's trees of containers. The versions of torch that are supported have no public name for them.
 
-tests/distributed/test_structures.py and tests/sharding/test_deferred.py notice a change.
+tests/distributed/test_parity.py and tests/sharding/test_deferred.py notice a change.
 """
 
 from __future__ import annotations
