@@ -293,7 +293,7 @@ _no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, *_HOST)
 # cases compute had waited for the gathers of the unit: it has computed with them.
 
 
-@_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_stage3_clip"))
+@_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_clip"))
 def _no_wait_for_gradients_that_land(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step reads gradients on the host while they are still copied there."""
     patch.setattr(HostGradients, "follow", lambda store: None)

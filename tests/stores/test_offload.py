@@ -29,6 +29,7 @@ FIRST_OPTIMIZERS = {"fused", "8-bit", "LAMB", "replacing"}
 """Those of make test; make test-all has the others too."""
 
 
+@runs.without_numba
 def optimizers(folder, stages):
     found = []
     for stage in stages:

@@ -85,6 +85,7 @@ def test_what_one_tier_saved_goes_on_in_another(ranks, tmp_path, make, num_ranks
         assert not runs.differences(end, ends[0][1]), name
 
 
+@runs.without_numba
 def convert(folder):
     """States of 32 bits become ones of 8 bits and back: in files and on the device."""
     found = []
