@@ -55,8 +55,7 @@ def check_agreement(
         *(*_model_facts(model, specs), end),
         *(f"unit '{spec.name}' with '{original.fqn}'" for spec in specs for original in spec.originals),
         end,
-        *(*_optimizer_facts(optimizer, model), end),
-        *(*_override_facts(overrides, model), end),
+        *(*_optimizer_facts(optimizer, overrides, model), end),
     ]
     if training_data is not None:
         digest = getattr(training_data, "digest", None)
@@ -82,7 +81,9 @@ def _model_facts(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[str]:
         yield f"buffer '{name}' {tuple(buffer.shape)} {buffer.dtype}"
 
 
-def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[str]:
+def _optimizer_facts(
+    optimizer: Optimizer | None, overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Module
+) -> Iterator[str]:
     if optimizer is None:
         yield "no optimizer"
         return
@@ -92,13 +93,9 @@ def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[
         yield f"{what} of {len(group['params'])} parameters"
         for key in sorted(group.keys() - {"params", "param_names"}):
             yield f"{what} {key}={_ADDRESS.sub('', repr(group[key]))}"
-        yield from (f"{what} with '{names[p]}'" for p in group["params"])
-
-
-def _override_facts(overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Module) -> Iterator[str]:
-    for name, parameter in model.named_parameters():
-        own = [f"{key}={value!r}" for key, value in sorted(overrides.get(parameter, {}).items())]
-        yield f"optimizer override of '{name}': {', '.join(own) or 'none'}"
+        for p in group["params"]:
+            own = (f", {key}={value!r}" for key, value in sorted(overrides.get(p, {}).items()))
+            yield f"{what} with '{names[p]}'{''.join(own)}"
 
 
 _MAX_FACT = 4000

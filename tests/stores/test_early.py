@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import zeroshard
 from tests.checkpoint import runs
+from tests.stores.tiers import Failing
 from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
 
 MAKERS = {
@@ -359,18 +360,6 @@ def halve(optimizer, *_):
 def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks, batches_differ, tmp_path, timeout=120):
         assert not found
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("made to fail")
 
 
 def failing_loss(engine, fails):

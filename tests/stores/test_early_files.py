@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint import runs
-from tests.stores.test_early import Failing
+from tests.stores.tiers import Failing
 
 
 class Layers(nn.Module):

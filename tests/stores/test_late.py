@@ -303,6 +303,26 @@ class Selective(torch.nn.Module):
         return x
 
 
+class Branches(torch.nn.Module):
+    """Every second forward leaves a unit out, which is stepped before the next backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x, leaves_out):
+        x = self.first(x)
+        return x if leaves_out else self.second(x)
+
+
+def branches(engine, number, _):
+    loss = engine(torch.ones(2, 8) * number, number % 2 == 1).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def selective(engine, number, _):
     loss = engine(torch.ones(2, 8) * number).square().mean()
     engine.backward(loss)
@@ -438,6 +458,7 @@ LOOPS = {
     "clipped by hand": (clipped_by_hand, runs.build, {}),
     "float16": (overflowing, runs.build, {"precision": HALF}),
     "kept gradients": (kept_gradients, runs.build, {}),
+    "branches": (branches, Branches, {"units": ["Sequential"], "recompute": "unit"}),
     "checkpoints": (selective, Selective, {"units": ["Sequential"]}),
 }
 
@@ -507,17 +528,24 @@ def test_averages_checkpoints_and_an_end_find_everything_stepped(ranks, tmp_path
 
 
 def dropped():
-    """An engine goes, with a step that waits."""
+    """Engines go with a step that waits, one closed: objects that are left, and steps after the end."""
+    steps = []
     with waiting(True):
-        engine = runs.start({"stage": 3}, adamw)
-        runs.train(engine, range(2))
+        closed, engine = (runs.start({"stage": 3}, adamw) for _ in range(2))
+        for one in (closed, engine):
+            runs.train(one, range(2))
         ends = [weakref.ref(one) for one in (engine.optimizer, engine._runtime, last(engine))]
-        del engine
+        optimizer = closed.optimizer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LateSteps, "_step", lambda _, unit: steps.append(unit.name))
+            closed.close(restore=False)
+            list(optimizer.state)
+        del engine, one
         gc.collect()
-    return [end() for end in ends]
+    return [end() for end in ends] + steps
 
 
-def test_a_step_that_waits_keeps_nothing_in_memory(ranks):
+def test_a_step_that_waits_is_not_taken_by_an_engine_that_goes_and_keeps_nothing_in_memory(ranks):
     for left in ranks(2, dropped):
         assert left == [None] * 3
 
@@ -562,64 +590,6 @@ def failing(how):
 def test_after_a_step_that_failed_nothing_is_saved_or_stepped(ranks, how):
     for message in ranks(2, failing, how):
         assert "Load the last checkpoint" in message
-
-
-def dropped_before_its_step():
-    with waiting(True):
-        engine = runs.start({"stage": 3}, adamw)
-        runs.train(engine, range(2))
-        steps, optimizer = [], engine.optimizer
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LateSteps, "_step", lambda _, unit: steps.append(unit.name))
-            engine.close(restore=False)
-            list(optimizer.state)
-    return steps
-
-
-def test_an_engine_that_is_dropped_takes_no_step_that_waits(ranks):
-    assert ranks(2, dropped_before_its_step) == [[], []]
-
-
-class Branches(torch.nn.Module):
-    """Every second forward leaves a unit out."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        self.second = torch.nn.Sequential(torch.nn.Linear(8, 8))
-
-    def forward(self, x, leaves_out):
-        x = self.first(x)
-        return x if leaves_out else self.second(x)
-
-
-def branches_differ():
-    ends = []
-    for is_late in (False, True):
-        with waiting(is_late) as names:
-            engine = runs.start(
-                {"stage": 3, "units": ["Sequential"], "recompute": "unit"}, adamw, model=Branches()
-            )
-            losses = []
-            for number in range(4):
-                loss = engine(torch.ones(2, 8) * number, number % 2 == 1).square().mean()
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            counted = dict.fromkeys(names)
-            ends.append((runs.state(engine, losses), losses))
-            engine.close(restore=False)
-    (want, losses), (got, losses_late) = ends
-    return runs.differences(got, want) + ["losses"] * (losses != losses_late), list(counted)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_unit_that_no_forward_reaches_is_stepped_before_the_next_backward(ranks, num_ranks):
-    for found, in_forwards in ranks(num_ranks, branches_differ):
-        assert not found
-        assert "first" in in_forwards
-        assert ("second" in in_forwards) is (num_ranks == 2), "its gather was begun ahead"
 
 
 def read_ahead(folder):
