@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
+from bitsandbytes.optim import Adam8bit
 from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.stores.tiers import Failing
+from tests.stores.tiers import Failing, in_groups
 from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
 
 MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
     "8-bit": lambda model: AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256),
+    "bitsandbytes": lambda model: Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1 << 20),
+    "groups": in_groups(torch.optim.AdamW),
 }
+EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
 PRECISIONS = {
     "fp32": {},
     "bf16": {"precision": {"param_dtype": "bf16"}},
@@ -40,6 +45,21 @@ class Stepped:
         engine._early._step = counted
 
 
+def watch(engine):
+    """What hooks of tensors see of the optimizer in a backward; what they see outside is in it, too."""
+    optimizer = engine.optimizer
+
+    def seen():
+        return tuple(len(group["params"]) for group in optimizer.param_groups), len(
+            optimizer._optimizer_step_post_hooks
+        )
+
+    found = {seen()}
+    for block in engine.module.blocks:
+        block.register_forward_hook(lambda *it: it[-1].register_hook(lambda _: found.add(seen())) and None)
+    return found
+
+
 def tiers_of(folder):
     nvme = {"nvme_path": str(folder), "optimizer": "nvme"}
     return {"cpu": {"optimizer": "cpu"}, "nvme": nvme, "all nvme": nvme | {"parameters": "nvme"}}
@@ -48,7 +68,9 @@ def tiers_of(folder):
 def run(config, make, *, num_steps=4, loss=runs.token_loss):
     engine = runs.start({"stage": 3} | config, make)
     steps = Stepped(engine) if engine._early is not None else None
+    seen = watch(engine)
     losses = runs.train(engine, range(num_steps), loss)
+    assert len(seen) == 1, f"a hook saw parts of a step: {seen}"
     found = runs.state(engine, losses)
     engine.close(restore=False)
     return found, [] if steps is None else steps.names
@@ -60,9 +82,10 @@ def equal_bits(folder):
     found, tiers = [], tiers_of(folder)
     if not os.environ.get("ALL_STAGES"):
         del tiers["nvme"]  # "all nvme" has its states in files too
-    for number, (precision, options) in enumerate(PRECISIONS.items()):
-        chosen = list(MAKERS.items())
-        for name, make in chosen if os.environ.get("ALL_STAGES") else chosen[number : number + 1]:
+    quick = {"fp32": ("AdamW", "bitsandbytes", "groups"), "bf16": ("fused",), "bf16 main": ("8-bit",)}
+    for precision, options in PRECISIONS.items():
+        for name in MAKERS if os.environ.get("ALL_STAGES") else quick[precision]:
+            make = MAKERS[name]
             want, _ = run(options, make)
             for tier, offload in tiers.items():
                 got, stepped = run(options | {"offload": offload | {"step_in_backward": True}}, make)
@@ -88,7 +111,7 @@ def together_alone():
     found, options = [], PRECISIONS["bf16 main"]
     for make in (lambda model: LAMB(model.parameters(), lr=1e-2), lambda model: Muon(muon_groups(model))):
         want, _ = run(options, make)
-        got, stepped = run(options | {"offload": {"optimizer": "cpu", "step_in_backward": True}}, make)
+        got, stepped = run(options | EARLY, make)
         found += runs.differences(got, want) + ["none was stepped"] * (not stepped)
     return found
 
@@ -102,8 +125,7 @@ def accumulated():
     found = []
     for options in ({"gradient_accumulation_steps": 2}, {"shard_group_size": 1}, {"recompute": "unit"}):
         want, _ = run(options, MAKERS["AdamW"])
-        offload = {"optimizer": "cpu", "step_in_backward": True}
-        got, stepped = run(options | {"offload": offload}, MAKERS["AdamW"])
+        got, stepped = run(options | EARLY, MAKERS["AdamW"])
         found += runs.differences(got, want)
         if "gradient_accumulation_steps" in options and len(stepped) != 4:
             found.append(f"stepped {stepped}, expected two units at each second micro-batch")
@@ -380,9 +402,7 @@ def refused(folder):
             call()
         messages[name] = str(caught.value)
 
-    engine = runs.start(
-        {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}, MAKERS["AdamW"]
-    )
+    engine = runs.start(EARLY, MAKERS["AdamW"])
     group = engine.optimizer.param_groups[0]
     engine.save_checkpoint(folder, tag="first")
     engine.backward(runs.token_loss(engine, 0))
@@ -414,9 +434,8 @@ def refused(folder):
     found = runs.state(engine, losses)
     engine.close(restore=False)
     if dist.get_world_size() > 1:
-        config = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
         with pytest.raises(ValueError, match="expected an optimizer"):
-            runs.start(config, lambda model: LAMB(model.parameters(), lr=1e-2))
+            runs.start(EARLY, lambda model: LAMB(model.parameters(), lr=1e-2))
     return messages, runs.differences(found, run({}, MAKERS["AdamW"], num_steps=2)[0])
 
 
@@ -473,3 +492,34 @@ def own_steps_differ():
 def test_own_steps_and_hooks_have_the_bits_of_steps_after_the_backward(ranks):
     for differences in ranks(2, own_steps_differ):
         assert not differences
+
+
+def failures(folder):
+    """Errors of a step in files, which ends its backward; then training goes on from a checkpoint."""
+    files = {"optimizer": "nvme", "nvme_path": str(folder), "step_in_backward": True}
+    engine, steps = runs.start({"stage": 3, "offload": files}, MAKERS["AdamW"]), []
+    engine.save_checkpoint(folder / "saved")
+    own_step = engine._early._parts._own_step
+
+    def failing(twin):
+        steps.append(len(steps))
+        if len(steps) == 2:
+            raise OSError("made to fail")
+        own_step(twin)
+
+    engine._early._parts._own_step = failing
+    with pytest.raises(OSError, match="made to fail") as caught:
+        engine.backward(runs.token_loss(engine, 0))
+    found = ["no traceback"] * ("in failing" not in "".join(traceback.format_exception(caught.value)))
+    found += [f"{len(steps)} steps"] * (len(steps) != 2)
+    engine._early._parts._own_step = own_step
+    with pytest.raises(RuntimeError, match="Load the last checkpoint"):
+        engine.backward(runs.token_loss(engine, 1))
+    engine.zero_grad()
+    engine.load_checkpoint(folder / "saved")
+    got = runs.state(engine, runs.train(engine, range(3)))
+    return found + runs.differences(got, run({}, MAKERS["AdamW"], num_steps=3)[0])
+
+
+def test_errors_of_a_step_in_the_backward_are_told_and_a_load_goes_on(ranks, tmp_path):
+    assert ranks(1, failures, tmp_path) == [[]]

@@ -63,7 +63,7 @@ class Messages:
     """
 
     def __init__(self, axis: Axis, groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None) -> None:
-        self.rank, self.size, self.device = axis.rank, axis.size, axis.device
+        self.rank, self.device = axis.rank, axis.device
         self._axis, self._tag, self._groups = axis, axis.first_tag + _LAST_TAGS, groups or {}
         self.most_sends = 1
         """The messages to each rank that may be on their way; a schedule may need more to go on."""

@@ -203,19 +203,6 @@ def _shown(bench: Bench) -> list[Tensor]:
     return losses
 
 
-def _named(bench: Bench) -> list[Tensor]:
-    engine = bench.engine
-    name = next(name for name, parameter in engine.named_parameters() if len(parameter.full_shape) > 1)
-    for number in range(2):
-        engine.backward(bench.loss(number))
-        engine.set_full_gradient(name, engine.full_gradient(name) / 2)
-        engine.step()
-        engine.set_full_parameter(name, engine.full_parameter(name) * 0.5)
-        states = engine.full_optimizer_state(name)
-        engine.set_full_optimizer_state(name, {"exp_avg": states["exp_avg"] * 0.5})
-    return plainly(bench, 1)
-
-
 def _saved(bench: Bench) -> list[Tensor]:
     folder = bench.folder / ("moved" if bench.engine.config.offload.optimizer != "none" else "plain")
     losses = plainly(bench, 1)
@@ -249,14 +236,6 @@ def _interrupted(bench: Bench) -> list[Tensor]:
         bench.engine.backward(bench.loss(number))
         bench.engine.step()
     return losses
-
-
-def _with_a_late_state(bench: Bench) -> list[Tensor]:
-    """The third step adds a state to parameters, and damps all later gradients."""
-    losses = plainly(bench, 2)
-    for group in bench.engine.optimizer.param_groups:
-        group.update(momentum=0.9, dampening=0.5)
-    return losses + plainly(bench)
 
 
 def _with_swapped_states(bench: Bench) -> list[Tensor]:
@@ -430,7 +409,7 @@ def _lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 _EARLY = {"step_in_backward": True}
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-AT_ONCE = (_edited, _shown, _named, _edited_after_forwards)
+AT_ONCE = (_edited, _shown, _edited_after_forwards)
 """Trainings in which no unit is stepped in a forward."""
 SYNCS = {
     _clipped: READS_FACTOR,
@@ -438,7 +417,6 @@ SYNCS = {
     _interrupted: ("zeroshard/checkpoint/",),
     _shown: ("full/parameters.py", "sharding/buffer.py(write)"),
     _looked_at: ("full/parameters.py", "sharding/buffer.py(write)"),
-    _named: ("full/parameters.py", "zeroshard/byname.py"),
     _with_swapped_states: ("pretend/scenarios/tiers.py",),
     _with_stale_copies: ("pretend/scenarios/tiers.py",),
 }
@@ -460,7 +438,6 @@ _add("files_stage3_clip", {**FILES, "parameters": "cpu"}, precision=NARROW, clip
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
     _add(f"{_name}_edited", _offload, _edited)
     _add(f"{_name}_shown", _offload, _shown)
-    _add(f"{_name}_named", _offload, _named)
     _add(f"{_name}_saved", _offload, _saved)
 _add("host_edited_stage1", HOST, _edited, stage=1)
 _add("host_gradients_forgotten", _WHOLE, _forgotten, precision=NARROW, gradient_accumulation_steps=2)
@@ -519,14 +496,6 @@ _add("files_in_pieces_stepped_in_backward", FILES | {"parameters": "cpu"} | _EAR
 _add("host_in_pieces_stepped_in_backward", HOST | _EARLY, optimizer=_fused, near_bytes=2048)
 _add("host_in_pieces_interrupted", HOST, _interrupted, near_bytes=2048)
 _add("host_in_pieces_interrupted_in_backward", HOST | _EARLY, _interrupted, near_bytes=2048)
-_add(
-    "host_in_pieces_late_state",
-    HOST,
-    _with_a_late_state,
-    optimizer=lambda p: torch.optim.SGD(p, 0.05),
-    near_bytes=1024,
-    precision=NARROW,
-)
 _add(
     "host_8bit",
     HOST | _EARLY,
