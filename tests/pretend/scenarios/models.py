@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -29,19 +28,3 @@ class Residual(nn.Module):
             x = x + (y.detach() if number in cut else y)
         out: Tensor = self.last(x)
         return out
-
-
-class Funnel(nn.Module):
-    """Blocks of as many sizes as there are blocks, as in a U-Net."""
-
-    def __init__(self, num_blocks: int = 5) -> None:
-        super().__init__()
-        widths = [7, *(12 * number for number in range(1, num_blocks)), 3]
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Linear(b, b)) for a, b in pairwise(widths)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x

@@ -277,15 +277,6 @@ def _forgotten(bench: Bench) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-def _edited_after_forwards(bench: Bench) -> list[Tensor]:
-    """Parameters are edited after a second forward, which found all units gathered by the first one."""
-    graphs = [bench.loss(number) for number in range(2)]
-    with torch.no_grad():
-        for parameter in bench.engine.parameters():
-            parameter.mul_(0.9)
-    return [loss.detach() for loss in graphs] + plainly(bench, 1)
-
-
 def _in_a_plain_loop(bench: Bench) -> list[Tensor]:
     """Steps of the optimizer, with gradients that are the engine's own copies on one rank."""
     losses = []
@@ -409,7 +400,7 @@ def _lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 _EARLY = {"step_in_backward": True}
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-AT_ONCE = (_edited, _shown, _edited_after_forwards)
+AT_ONCE = (_edited, _shown)
 """Trainings in which no unit is stepped in a forward."""
 SYNCS = {
     _clipped: READS_FACTOR,
@@ -431,7 +422,6 @@ _add("fraction_clip", _FRACTION, clip_grad_norm=0.01)
 _add("fraction_skips", _FRACTION, _overflowing, precision={}, nonfinite="skip", may_sync=READS_NORM)
 _add("fraction_lamb", _FRACTION, optimizer=_lamb, precision={}, may_sync=("optim/layerwise.py",))
 _add("parameters_on_host", _WHOLE, precision={})
-_add("parameters_on_host_kept", _WHOLE, _edited_after_forwards, precision={}, reshard_after_forward=False)
 _add("files_stage1", FILES, stage=1)
 _add("files_stage3", FILES, precision={})
 _add("files_stage3_clip", {**FILES, "parameters": "cpu"}, precision=NARROW, clip_grad_norm=0.01)

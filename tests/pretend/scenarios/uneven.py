@@ -1,4 +1,4 @@
-"""Ranks that go different ways, blocks of different sizes, calls out of the ordinary order."""
+"""Ranks that go different ways, and calls out of the ordinary order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, add, scenario
-from tests.pretend.scenarios.models import Funnel, Residual
+from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
 
 Cuts = Callable[[int, int], Collection[int]]
@@ -43,12 +43,6 @@ _branches("stage3_many", _many_cuts_differ, stage=3)
 _branches("stage3_prefetch2", _many_cuts_differ, stage=3, num_prefetch=2)
 _branches("stage3_recompute", _many_cuts_differ, stage=3, recompute="unit")
 _branches("stage3_same", _same_cuts, stage=3)
-
-
-@scenario()
-def sizes_differ(bench: Bench) -> None:
-    bench.start(Funnel(), stage=3, units=["Sequential"], precision=BF16)
-    bench.train_on(3)
 
 
 @scenario()
