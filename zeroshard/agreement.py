@@ -46,23 +46,23 @@ def check_agreement(
         RuntimeError: on every rank, with the first difference and the ranks that have it.
     """
     end = "nothing more"  # of a kind, where another rank has more
+    settings = {k: "a predicate" if callable(v) else repr(v) for k, v in flat(config).items()}
+    del settings["device"]  # its index may differ between ranks
     facts = [
         f"a device of type {axis.device.type}",
-        *(*_config_facts(config), end),
+        *(f"config {key}={value}" for key, value in settings.items()),
+        end,
         *(*_model_facts(model, specs), end),
-        *(*_unit_facts(specs), end),
-        *(*_optimizer_facts(optimizer, model), end),
-        *(*_override_facts(overrides, model), end),
-        *_data_facts(training_data),
+        *(f"unit '{spec.name}' with '{original.fqn}'" for spec in specs for original in spec.originals),
+        end,
+        *(*_optimizer_facts(optimizer, overrides, model), end),
     ]
+    if training_data is not None:
+        digest = getattr(training_data, "digest", None)
+        contents = f" with digest {digest}" if isinstance(digest, str) else ""
+        facts.append(f"training data of {len(training_data)} samples{contents}")
     problem = "the ranks were given different models, configs, optimizers or data"
     require_same(axis, facts, lambda of: RuntimeError(f"{problem}: {of}"), "agreement on model and config")
-
-
-def _config_facts(config: Config) -> Iterator[str]:
-    for key, value in flat(config).items():
-        if key != "device":  # its index may differ between ranks
-            yield f"config {key}={'a predicate' if callable(value) else value!r}"
 
 
 def _model_facts(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[str]:
@@ -81,39 +81,25 @@ def _model_facts(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[str]:
         yield f"buffer '{name}' {tuple(buffer.shape)} {buffer.dtype}"
 
 
-def _unit_facts(specs: Sequence[UnitSpec]) -> Iterator[str]:
-    return (f"unit '{spec.name}' with '{original.fqn}'" for spec in specs for original in spec.originals)
-
-
-def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[str]:
+def _optimizer_facts(
+    optimizer: Optimizer | None, overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Module
+) -> Iterator[str]:
     if optimizer is None:
         yield "no optimizer"
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        name, num = type(optimizer).__name__, len(group["params"])
-        yield f"optimizer {name} group {number} of {num} parameters"
+        what = f"optimizer {type(optimizer).__name__} group {number}"
+        yield f"{what} of {len(group['params'])} parameters"
         for key in sorted(group.keys() - {"params", "param_names"}):
-            value = _ADDRESS.sub("", repr(group[key]))
-            yield f"optimizer {name} group {number} {key}={value}"
-        yield from (f"optimizer {name} group {number} with '{names[p]}'" for p in group["params"])
-
-
-def _override_facts(overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Module) -> Iterator[str]:
-    for name, parameter in model.named_parameters():
-        own = [f"{key}={value!r}" for key, value in sorted(overrides.get(parameter, {}).items())]
-        yield f"optimizer override of '{name}': {', '.join(own) or 'none'}"
-
-
-def _data_facts(training_data: Any) -> Iterator[str]:
-    if training_data is not None:
-        digest = getattr(training_data, "digest", None)
-        contents = f" with digest {digest}" if isinstance(digest, str) else ""
-        yield f"training data of {len(training_data)} samples{contents}"
+            yield f"{what} {key}={_ADDRESS.sub('', repr(group[key]))}"
+        for p in group["params"]:
+            own = (f", {key}={value!r}" for key, value in sorted(overrides.get(p, {}).items()))
+            yield f"{what} with '{names[p]}'{''.join(own)}"
 
 
 _MAX_FACT = 4000
-"""Characters of a fact that a rank sends; the list of a schedule may be longer."""
+"""Characters of a fact in an error; the list of a schedule may be longer."""
 
 
 def require_same(
@@ -137,29 +123,22 @@ def require_same(
     everyone = axis.all_gather_object([_digest([fact]) for fact in facts], label)
     index = next(n for n, versions in enumerate(zip_longest(*everyone)) if len(set(versions)) > 1)
     own = facts[index] if index < len(facts) else "nothing more"
-    # Also if what is sent of the facts is the same.
-    raise describe(describe_versions(axis.all_gather_object(own[:_MAX_FACT], label)))
+    require_equal(axis.all_gather_object(own, label), describe)
 
 
 def require_equal(versions: Sequence[str], describe: Callable[[str], Exception]) -> None:
     """Refuse facts of all ranks, which they have exchanged, that are not the same; as `require_same`."""
-    if len(set(versions)) > 1:
-        raise describe(describe_versions(versions))
+    ranks: dict[str, list[str]] = {}
+    for rank, version in enumerate(versions):
+        ranks.setdefault(version, []).append(str(rank))
+    if len(ranks) == 1:
+        return
+    for who in ranks.values():
+        who[8:] = [f"... ({len(who)} in all)"] if len(who) > 8 else []
+    texts = (f"rank(s) {', '.join(who)} have {what[:_MAX_FACT]}" for what, who in ranks.items())
+    raise describe("; ".join(texts))
 
 
 def _digest(facts: Sequence[str]) -> bytes:
     """Return a digest, the same in any process."""
     return blake2b(json.dumps(facts).encode(), digest_size=16).digest()
-
-
-def describe_versions(versions: Sequence[str]) -> str:
-    """Describe the versions of all ranks, in rank order, each with its ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, version in enumerate(versions):
-        ranks.setdefault(version, []).append(rank)
-    return "; ".join(f"rank(s) {_numbers(who)} have {what}" for what, who in ranks.items())
-
-
-def _numbers(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"

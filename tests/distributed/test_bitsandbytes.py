@@ -190,8 +190,8 @@ def test_ranks_with_other_overrides_are_an_error_that_names_the_difference():
     one, other = (f"min_8bit_size=4096, optim_bits={bits}" for bits in (8, 32))
     assert str(caught.value) == (
         "the ranks were given different models, configs, optimizers or data: "
-        f"rank(s) 0 have optimizer override of 'layers.0.odd': {one}; "
-        f"rank(s) 1 have optimizer override of 'layers.0.odd': {other}"
+        f"rank(s) 0 have optimizer AdamW8bit group 0 with 'layers.0.odd', {one}; "
+        f"rank(s) 1 have optimizer AdamW8bit group 0 with 'layers.0.odd', {other}"
     )
 
 

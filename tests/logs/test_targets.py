@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.logs.steplog import RunFacts, Target, parse_target
+from zeroshard.logs.steplog import RunFacts, Target, open_target
 
 RUN = RunFacts({"lr": 0.1, "zeroshard.stage": 3, "zeroshard.mesh.tp": 2}, first_step=0, num_steps=20)
 
@@ -42,7 +42,7 @@ def write(target: Target) -> None:
 
 
 def test_the_terminal_has_a_line_for_each_report(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = parse_target("terminal")(RUN)
+    terminal = open_target("terminal", RUN)
     write(terminal)
     terminal.log(21, {**VALUES, "skipped_steps": 2, "loss": float("nan"), "loss_scale": 1024.0})
     assert capsys.readouterr().out.splitlines() == [
@@ -55,12 +55,12 @@ def test_the_terminal_has_a_line_for_each_report(capsys: pytest.CaptureFixture[s
 
 def test_json_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -> None:
     file = tmp_path / "new" / "metrics.jsonl"
-    target = parse_target(f"jsonl:{file}")(RUN)
+    target = open_target(f"jsonl:{file}", RUN)
     target.log(10, {**VALUES, "loss": float("inf"), "grad_norm": float("nan")})
     (line,) = file.read_text().splitlines()
     assert json.loads(line) == {"step": 10, **VALUES, "loss": "inf", "grad_norm": "nan"}
     target.close()
-    write(parse_target(f"jsonl:{file}")(RUN))
+    write(open_target(f"jsonl:{file}", RUN))
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert [values["step"] for values in found] == [10, 10, 10, 20]
     assert found[2] == {"step": 10, "held_out": 3.5}
@@ -70,8 +70,8 @@ def test_json_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -
 def test_tensorboard_has_all_and_hides_points_that_a_resumed_run_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(parse_target(f"tensorboard:{tmp_path}")(RUN))
-    again = parse_target(f"tensorboard:{tmp_path}")(RUN._replace(first_step=15))
+    write(open_target(f"tensorboard:{tmp_path}", RUN))
+    again = open_target(f"tensorboard:{tmp_path}", RUN._replace(first_step=15))
     again.log(20, {"loss": 1.5})
     again.close()
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -107,7 +107,7 @@ def test_weights_and_biases_gets_config_metrics_and_an_end(monkeypatch: pytest.M
     calls = Calls()
     package = Calls(init=calls)
     stand_in(monkeypatch, "wandb", init=package.init)
-    write(parse_target("wandb:demo")(RUN))
+    write(open_target("wandb:demo", RUN))
     assert package == [("init", (), {"project": "demo", "config": dict(RUN.config)})]
     first, second, third, end = calls
     assert first == ("log", ({f"train/{name}": value for name, value in VALUES.items()},), {"step": 10})
@@ -117,35 +117,15 @@ def test_weights_and_biases_gets_config_metrics_and_an_end(monkeypatch: pytest.M
 
 
 def test_mlflow_gets_parameters_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str | None] = []
-    run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
-    client = Calls(create_experiment="7", create_run=run)
-
-    def build(tracking_uri: str | None) -> Calls:
-        made.append(tracking_uri)
-        return client
-
-    stand_in(monkeypatch, "mlflow")
-    stand_in(monkeypatch, "mlflow.tracking", MlflowClient=build)
-    stand_in(monkeypatch, "mlflow.entities", Metric=lambda *it: it)
-    write(parse_target("mlflow:sqlite:///mlflow.db")(RUN))
-    write(parse_target("mlflow")(RUN._replace(config={"key": "x" * 600})))
-    assert made == ["sqlite:///mlflow.db", None]
-    names = [name for name, _, _ in client]
-    begin = ["get_experiment_by_name", "create_experiment", "create_run"]
-    end = [*["log_batch"] * 3, "set_terminated"]
-    assert names == [*begin, *["log_param"] * 3, *end, *begin, "log_param", *end]
-    params = [args[1:] for name, args, _ in client if name == "log_param"]
-    first = [("lr", "0.1"), ("zeroshard.stage", "3"), ("zeroshard.mesh.tp", "2")]
-    assert params == [*first, ("key", "x" * 500)]
-    assert [(name, value, step) for name, value, _, step in client[6][2]["metrics"]] == [
-        (name, value, 10) for name, value in VALUES.items()
-    ]
-
-
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.logs.steplog.find_spec", lambda name: None)
-    with pytest.raises(
-        ImportError, match=r"log target 'wandb': expected the package wandb: pip install wandb"
-    ):
-        parse_target("wandb")
+    calls = Calls(start_run=SimpleNamespace(info=SimpleNamespace(run_id="r1")))
+    names = ("set_tracking_uri", "start_run", "log_params", "log_metrics", "end_run")
+    stand_in(monkeypatch, "mlflow", **{name: getattr(calls, name) for name in names})
+    write(open_target("mlflow:sqlite:///mlflow.db", RUN))
+    write(open_target("mlflow", RUN._replace(config={"key": "x" * 600})))
+    sent = [*["log_metrics"] * 3, "end_run"]
+    assert [name for name, _, _ in calls] == [*names[:3], *sent, *names[1:3], *sent]
+    assert calls[0][1] == ("sqlite:///mlflow.db",)
+    params = [args[0] for name, args, _ in calls if name == "log_params"]
+    first = {"lr": "0.1", "zeroshard.stage": "3", "zeroshard.mesh.tp": "2"}
+    assert params == [first, {"key": "x" * 500}]
+    assert calls[3] == ("log_metrics", (VALUES,), {"step": 10, "run_id": "r1"})

@@ -147,7 +147,7 @@ ORDERS = (
         file="zeroshard/stepping/stored.py",
         find="block, states = blocks[number], stepped.state",
         replace="block, states = blocks[0], stepped.state",
-        tests=("test_an_accelerator_would_run_it_without_mistakes[host_in_pieces_stepped_in_backward]",),
+        tests=("test_an_accelerator_would_run_it_without_mistakes[host_in_pieces]",),
     ),
     Break(
         name="a_rank_does_not_sync_its_file",
@@ -197,7 +197,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="self._ended = [ended.pop()]",
         replace="pass",
-        tests=("test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more[UnwatchedReader]",),
+        tests=("test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more[1]",),
     ),
     Break(
         name="a_look_finds_parameters_before_their_step",
@@ -205,7 +205,7 @@ ORDERS = (
         file="zeroshard/parameters/sharded.py",
         find="        first.state.look()\n",
         replace="",
-        tests=("test_steps_that_wait_have_the_bits_of_steps_at_once[0-2]",),
+        tests=("test_steps_that_wait_have_the_bits_of_steps_at_once[2]",),
     ),
     Break(
         name="a_step_that_waits_reads_memory_of_the_user",

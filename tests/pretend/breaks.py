@@ -284,8 +284,7 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
     )
 
 
-_HOST = ("parameters_on_host_kept", "host_edited")
-_no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, *_HOST)
+_no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, "host_edited")
 # Three more calls of await_copies, in MainStore.release, Edits and EarlySteps, are not needed as the engine
 # is now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an
 # edit in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is
@@ -293,7 +292,7 @@ _no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, *_HOST)
 # cases compute had waited for the gathers of the unit: it has computed with them.
 
 
-@_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_stage3_clip"))
+@_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_clip"))
 def _no_wait_for_gradients_that_land(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step reads gradients on the host while they are still copied there."""
     patch.setattr(HostGradients, "follow", lambda store: None)

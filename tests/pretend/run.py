@@ -54,6 +54,9 @@ def run_on_rank(name: str, break_name: str | None, folder: Path) -> Report:
             with BREAKS[break_name].damage(bench):
                 SCENARIOS[name].run(bench)
         bench.engine = None
+    for compare in bench.later if break_name is None else ():
+        compare()
+        bench.engine = None
     return trace.to_report()
 
 

@@ -36,6 +36,8 @@ class Bench:
     def __init__(self, rank: int, size: int, trace: Trace, folder: Path) -> None:
         self.rank, self.size, self.trace, self.folder = rank, size, trace, folder
         self.engine: Any = None
+        self.later: list[Callable[[], None]] = []
+        """Comparisons with CPU ranks, made after the end of the trace unless the engine was broken."""
 
     def gpt(self, num_blocks: int = 3, *, tied: bool = False) -> GPT:
         return GPT(tied=tied, num_blocks=num_blocks, width=16, heads=2)

@@ -44,8 +44,7 @@ def differences(stage: int) -> list[str]:
 
 
 def test_values_are_those_of_cpu_ranks_to_the_bit(ranks: Ranks) -> None:
-    for stage in (0, 1, 3):
-        assert ranks(2, differences, stage) == [[], []]
+    assert ranks(2, differences, 3) == [[], []]
 
 
 def patched() -> list[object]:

@@ -7,15 +7,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.distributed.models import GPT, Llama
 from tests.pretend.device import pretend_device
 from tests.pretend.scenarios.offloaded import HOST, num_copies, of_any_size
 from tests.pretend.trace import Trace
@@ -24,58 +20,6 @@ from tests.ranks import Ranks
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
-
-
-def trained(model: nn.Module, **config: Any) -> tuple[list[Tensor], list[int]]:
-    """Losses and weights of a few steps; and the bytes on the host after each."""
-    engine = zeroshard.initialize(model, sgd, config).engine
-    values, held = [], []
-    for number in range(3):
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        tokens = torch.randint(0, 500, (2, 8), generator=generator)
-        out = engine(tokens)
-        logits = out["logits"] if isinstance(out, dict) else out
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        engine.backward(loss)
-        engine.step()
-        values.append(loss.detach())
-        held.append(engine.memory_report().host)
-    return values + [value.clone() for value in engine.full_state_dict().values()], held
-
-
-def models() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [
-        GPT(tied=False, num_blocks=4, width=16, heads=2),
-        Llama(tied=True, num_blocks=4, width=24, heads=6),
-    ]
-
-
-def compared(number: int, stage: int, recompute: str) -> tuple[bool, list[int]]:
-    """True if values are the same with activations on the host; and the bytes there after each step."""
-    config = {"stage": stage, "recompute": recompute}
-    plain, _ = trained(models()[number], **config)
-    with of_any_size(), pretend_device():
-        moved, held = trained(models()[number], **config, **HOST)
-    return all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True)), held
-
-
-@pytest.mark.long_where(number=[1])
-@pytest.mark.parametrize(
-    ("number", "stage", "recompute"),
-    [
-        (0, 3, "unit"),
-        (1, 1, "none"),
-        pytest.param(0, 1, "unit", marks=pytest.mark.long),
-        pytest.param(1, 3, "none", marks=pytest.mark.long),
-    ],
-)
-def test_values_are_those_of_cpu_ranks_to_the_bit_and_buffers_are_used_again(
-    ranks: Ranks, number: int, stage: int, recompute: str
-) -> None:
-    for equal, held in ranks(2, compared, number, stage, recompute):
-        assert equal
-        assert 0 < held[0] == held[1] == held[2]
 
 
 class Block(nn.Module):

@@ -28,22 +28,6 @@ def kinds(trace: Trace) -> set[Kind]:
     return {finding.kind for finding in trace.findings}
 
 
-def test_operations_on_two_streams_race(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(3)
-    with side:
-        x.add_(1)
-    assert kinds(trace) == {Kind.RACE}
-
-
-def test_a_view_shares_the_memory_of_its_base_and_is_no_access(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(4)
-    with side:
-        y = x.view(2, 2)[0]
-        assert kinds(trace) == set()
-        y.mul_(2)
-    assert kinds(trace) == {Kind.RACE}
-
-
 def test_a_strided_view_reaches_to_its_last_element(trace: Trace, side: Stream) -> None:
     x = torch.zeros(2, 3)
     side.wait_stream(trace.timeline.default)
@@ -55,19 +39,17 @@ def test_a_strided_view_reaches_to_its_last_element(trace: Trace, side: Stream) 
     assert kinds(trace) == {Kind.RACE}
 
 
-def test_tensors_in_lists_are_noted(trace: Trace, side: Stream) -> None:
-    x, y = torch.zeros(3), torch.zeros(3)
-    with side:
-        torch.cat([x, y])
-    assert trace.findings.total() == 2
-
-
-def test_out_arguments_are_written(trace: Trace, side: Stream) -> None:
-    x, y, z = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+def test_a_write_to_a_part_leaves_earlier_writes_to_the_rest(trace: Trace, side: Stream) -> None:
+    x, late = torch.zeros(4), trace.timeline.stream("late")
     side.wait_stream(trace.timeline.default)
     with side:
-        torch.add(x, y, out=z)
-    z.sum()
+        x[:2].add_(1)
+    x[2:].sum()
+    late.wait_stream(side)
+    with late:
+        x.sum()
+    assert kinds(trace) == set()
+    x.sum()
     assert kinds(trace) == {Kind.RACE}
 
 
@@ -112,17 +94,6 @@ def test_item_is_a_host_sync_and_orders_what_comes_later(trace: Trace, side: Str
     with side:
         x.add_(1)
     assert kinds(trace) == {Kind.SYNC}
-
-
-def test_a_host_sync_does_not_order_what_the_current_stream_has_not_waited_for(
-    trace: Trace, side: Stream
-) -> None:
-    with side:
-        x = torch.zeros(3)
-    with trace.syncs_allowed():
-        torch.zeros(1).item()
-    x.sum()
-    assert kinds(trace) == {Kind.RACE}
 
 
 def test_values_computed_from_memory_of_the_host_alone_stay_there(trace: Trace, side: Stream) -> None:
@@ -174,25 +145,6 @@ def test_the_host_reads_pinned_memory_only_when_it_has_waited_for_the_copy(
     assert kinds(trace) == {Kind.RACE}
 
 
-def test_the_host_writes_to_pinned_memory_only_when_copies_from_it_are_over(
-    trace: Trace, side: Stream, pinned: torch.Tensor
-) -> None:
-    x = torch.empty(3)
-    pinned.fill_(1)
-    side.wait_stream(trace.timeline.default)
-    with side:
-        x.copy_(pinned, non_blocking=True)
-    pinned.sum()
-    assert kinds(trace) == set()
-    pinned.fill_(2)
-    assert kinds(trace) == {Kind.RACE}
-
-
-def test_a_copy_that_the_host_waits_for_is_found(trace: Trace, pinned: torch.Tensor) -> None:
-    torch.zeros(3).copy_(pinned)
-    assert kinds(trace) == {Kind.SYNC}
-
-
 def test_a_kernel_cannot_use_memory_of_the_host(trace: Trace, pinned: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="on the device and on the host"):
         torch.zeros(3) + pinned
@@ -207,17 +159,6 @@ def test_the_host_waits_for_a_copy_into_pageable_memory_and_not_for_one_out_of_i
     assert kinds(trace) == set()
     memory.copy_(torch.zeros(3), non_blocking=True)
     assert kinds(trace) == {Kind.SYNC}
-
-
-def test_pinned_memory_that_nobody_keeps_ends_only_after_its_copies(trace: Trace) -> None:
-    x = torch.zeros(3)
-    for is_kept in (True, False):
-        with trace.paused():
-            memory = torch.zeros(3)
-        trace.pin(memory, is_kept=is_kept)
-        x.copy_(memory, non_blocking=True)
-        del memory
-        assert kinds(trace) == (set() if is_kept else {Kind.FREED})
 
 
 def test_a_kernel_takes_a_number_of_the_host_and_not_in_a_list(trace: Trace) -> None:

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from tests.pretend.findings import Kind
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from tests.ranks import Ranks
@@ -42,56 +39,3 @@ def test_collectives_give_what_torch_distributed_gives(ranks: Ranks) -> None:
         assert answers["part"] == [3 * rank + 3]
         assert answers["reduced"] == [3, 3, 3]
         assert answers["sent"] == [1, 1]
-
-
-def kinds_of_read(async_op: bool, is_on_side: bool, waits: bool) -> set[Kind]:
-    trace = Trace()
-    transport, timeline = Transport(trace), trace.timeline
-    with TraceMode(trace):
-        flat, own = torch.zeros(4), torch.zeros(2)
-        stream = timeline.stream("side") if is_on_side else timeline.stream("other")
-        stream.wait_stream(timeline.default)
-        if is_on_side:
-            with stream:
-                work: Any = transport.all_gather_into_tensor(flat, own, async_op=async_op)
-            event = stream.record_event()
-        else:
-            work = transport.all_gather_into_tensor(flat, own, async_op=async_op)
-            event = timeline.default.record_event()
-        assert (work is None) is not async_op
-        if waits:
-            timeline.default.wait_event(event)
-        flat.sum()
-        if work is not None:
-            work.wait()
-    transport.finish()
-    return {finding.kind for finding in trace.findings}
-
-
-def test_a_collective_runs_on_the_current_stream_unless_it_is_asynchronous(ranks: Ranks) -> None:
-    assert ranks(2, kinds_of_read, False, False, False) == [set()] * 2
-    assert ranks(2, kinds_of_read, False, True, True) == [set()] * 2
-    assert ranks(2, kinds_of_read, False, True, False) == [{Kind.RACE}] * 2
-
-
-def test_an_asynchronous_collective_is_not_covered_by_an_event_of_the_current_stream(ranks: Ranks) -> None:
-    assert ranks(2, kinds_of_read, True, True, True) == [{Kind.RACE}] * 2
-    assert ranks(2, kinds_of_read, True, False, True) == [{Kind.RACE}] * 2
-
-
-def freed_while_sent() -> list[float]:
-    trace = Trace()
-    transport = Transport(trace)
-    with TraceMode(trace):
-        flat, own = torch.zeros(2 * 4096), torch.ones(4096)
-        transport.all_gather_into_tensor(flat, own)
-        own.zero_()
-        kept = flat[4096:4098].clone()
-        transport.all_gather_into_tensor(flat, own)
-        del flat, own
-    transport.finish()
-    return kept.tolist()
-
-
-def test_memory_may_be_changed_and_freed_while_values_travel(ranks: Ranks) -> None:
-    assert ranks(2, freed_while_sent) == [[1, 1]] * 2

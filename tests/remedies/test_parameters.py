@@ -134,27 +134,20 @@ def test_a_replaced_parameter_is_edited_in_place_or_left():
 
 
 def test_optimizers_step_before_the_forward():
-    dist.is_initialized() or dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sharded = zeroshard.shard(net())
-    parameters = list(sharded.module.parameters())
-    made = [SGD(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.1)]
-    sharded.attach(*made)
-    loss_of(sharded.module).backward()
-    made[0].step()
-    with told("Step all of them before the forward, or attach each optimizer by itself"):
-        loss_of(sharded.module)
-    made[1].step()
     want = trained(optimizer=lambda parameters: SGD(parameters, lr=0.1))
-    loss_of(sharded.module)
-    same(whole(sharded), want)
-    dist.is_initialized() or dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sharded = zeroshard.shard(net())
-    parameters = list(sharded.module.parameters())
-    made = [SGD(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.1)]
-    for one in made:
-        sharded.attach(one)
-    loss_of(sharded.module).backward()
-    made[0].step()
-    loss_of(sharded.module)
-    made[1].step()
-    same(whole(sharded), want)
+    for is_together in (True, False):
+        dist.is_initialized() or dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        sharded = zeroshard.shard(net())
+        parameters = list(sharded.module.parameters())
+        made = [SGD(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.1)]
+        for optimizers in [made] if is_together else [[one] for one in made]:
+            sharded.attach(*optimizers)
+        loss_of(sharded.module).backward()
+        made[0].step()
+        if is_together:
+            with told("Step all of them before the forward, or attach each optimizer by itself"):
+                loss_of(sharded.module)
+        else:
+            loss_of(sharded.module)
+        made[1].step()
+        same(whole(sharded), want)

@@ -1,6 +1,5 @@
 """Remedies in errors about steps, batches and micro-batches are followed, and they work."""
 
-import pytest
 import torch
 from torch.optim import AdamW
 
@@ -112,30 +111,3 @@ def test_the_learning_rate_is_changed_before_the_backward():
         engine.optimizer.param_groups[0]["lr"] = 0.1
         engine.step()
         same(whole(engine), trained(optimizer=lambda parameters: AdamW(parameters, lr=0.1)))
-
-
-def test_zero_grad_waits_for_the_step():
-    engine = start(offload={"step_in_backward": True})
-    engine.backward(loss_of(engine))
-    with told("call step() to end their step"):
-        engine.zero_grad()
-    engine.step()
-    take_step(engine)
-    same(whole(engine), trained(losses=[loss_of] * 2))
-
-
-def test_a_failed_step_in_the_backward_is_loaded_again(tmp_path):
-    engine = start(stage=3, offload={"step_in_backward": True})
-    engine.save_checkpoint(tmp_path)
-
-    def fail(*_):
-        raise KeyError
-
-    handle = engine.module.inner.register_full_backward_pre_hook(fail)
-    with pytest.raises(KeyError):
-        engine.backward(loss_of(engine))
-    handle.remove()
-    with told("Load the last checkpoint with engine.load_checkpoint()"):
-        engine.step()
-    engine.load_checkpoint(tmp_path)
-    trains(engine)

@@ -166,24 +166,6 @@ def pipes(engine, model=None, **options):
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
 
 
-@case
-def an_asynchronous_pipeline_has_no_checkpoints_or_keeps_weights(folder):
-    """One rank alone raises the error, in tests/parallel/pipeline/asynchronous/test_endings.py."""
-    from torch.utils.checkpoint import checkpoint
-
-    class Again(nn.Sequential):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    def built():
-        torch.manual_seed(0)
-        return nn.Sequential(*(Again(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))).double()
-
-    pipelined(schedule="pb").train_batch(WIDE, WIDE)
-    for weights in ("stash", "vertical", "double"):
-        pipelined(built(), schedule="pb", weights=weights).train_batch(WIDE, WIDE)
-
-
 def divided(model, plan, **config):
     return zeroshard.initialize(model, adamw, {"mesh": {"tp": 2}, **config}, tp_plan=plan).engine
 

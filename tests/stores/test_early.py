@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
+from bitsandbytes.optim import Adam8bit
 from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.ranks import on_ranks
+from tests.stores.tiers import Failing, in_groups
 from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
 
 MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
     "8-bit": lambda model: AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256),
+    "bitsandbytes": lambda model: Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1 << 20),
+    "groups": in_groups(torch.optim.AdamW),
 }
+EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
 PRECISIONS = {
     "fp32": {},
     "bf16": {"precision": {"param_dtype": "bf16"}},
@@ -40,6 +45,21 @@ class Stepped:
         engine._early._step = counted
 
 
+def watch(engine):
+    """What hooks of tensors see of the optimizer in a backward; what they see outside is in it, too."""
+    optimizer = engine.optimizer
+
+    def seen():
+        return tuple(len(group["params"]) for group in optimizer.param_groups), len(
+            optimizer._optimizer_step_post_hooks
+        )
+
+    found = {seen()}
+    for block in engine.module.blocks:
+        block.register_forward_hook(lambda *it: it[-1].register_hook(lambda _: found.add(seen())) and None)
+    return found
+
+
 def tiers_of(folder):
     nvme = {"nvme_path": str(folder), "optimizer": "nvme"}
     return {"cpu": {"optimizer": "cpu"}, "nvme": nvme, "all nvme": nvme | {"parameters": "nvme"}}
@@ -48,20 +68,24 @@ def tiers_of(folder):
 def run(config, make, *, num_steps=4, loss=runs.token_loss):
     engine = runs.start({"stage": 3} | config, make)
     steps = Stepped(engine) if engine._early is not None else None
+    seen = watch(engine)
     losses = runs.train(engine, range(num_steps), loss)
+    assert len(seen) == 1, f"a hook saw parts of a step: {seen}"
     found = runs.state(engine, losses)
     engine.close(restore=False)
     return found, [] if steps is None else steps.names
 
 
+@runs.without_numba
 def equal_bits(folder):
     """Where runs differ; each optimizer at each precision and tier, or each at one precision."""
     found, tiers = [], tiers_of(folder)
     if not os.environ.get("ALL_STAGES"):
         del tiers["nvme"]  # "all nvme" has its states in files too
-    for number, (precision, options) in enumerate(PRECISIONS.items()):
-        chosen = list(MAKERS.items())
-        for name, make in chosen if os.environ.get("ALL_STAGES") else chosen[number : number + 1]:
+    quick = {"fp32": ("AdamW", "bitsandbytes", "groups"), "bf16": ("fused",), "bf16 main": ("8-bit",)}
+    for precision, options in PRECISIONS.items():
+        for name in MAKERS if os.environ.get("ALL_STAGES") else quick[precision]:
+            make = MAKERS[name]
             want, _ = run(options, make)
             for tier, offload in tiers.items():
                 got, stepped = run(options | {"offload": offload | {"step_in_backward": True}}, make)
@@ -87,7 +111,7 @@ def together_alone():
     found, options = [], PRECISIONS["bf16 main"]
     for make in (lambda model: LAMB(model.parameters(), lr=1e-2), lambda model: Muon(muon_groups(model))):
         want, _ = run(options, make)
-        got, stepped = run(options | {"offload": {"optimizer": "cpu", "step_in_backward": True}}, make)
+        got, stepped = run(options | EARLY, make)
         found += runs.differences(got, want) + ["none was stepped"] * (not stepped)
     return found
 
@@ -101,8 +125,7 @@ def accumulated():
     found = []
     for options in ({"gradient_accumulation_steps": 2}, {"shard_group_size": 1}, {"recompute": "unit"}):
         want, _ = run(options, MAKERS["AdamW"])
-        offload = {"optimizer": "cpu", "step_in_backward": True}
-        got, stepped = run(options | {"offload": offload}, MAKERS["AdamW"])
+        got, stepped = run(options | EARLY, MAKERS["AdamW"])
         found += runs.differences(got, want)
         if "gradient_accumulation_steps" in options and len(stepped) != 4:
             found.append(f"stepped {stepped}, expected two units at each second micro-batch")
@@ -114,31 +137,13 @@ def test_accumulation_groups_and_recomputation_go_with_it(ranks):
         assert not found
 
 
-def gradients_after_a_backward():
-    held = {}
-    for is_early in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(16)))
-        config = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": is_early}}
-        engine = runs.start(config, MAKERS["AdamW"], model=model)
-        engine.backward(engine(torch.ones(2, 64)).square().mean())
-        held[is_early] = engine.memory_report().gradients
-        assert engine.step()
-        engine.close(restore=False)
-    return held
-
-
-def test_few_gradients_are_left_after_a_backward(ranks):
-    for held in ranks(2, gradients_after_a_backward):
-        assert held[True] == 0
-        assert held[False] >= 16 * 64 * 64 * 4 // 2
-
-
-def gradients_of_one_rank(precision):
+def gradients_after_a_backward(precision, is_early):
     """Bytes of gradients after a backward, and as they are estimated."""
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(16)))
-    config = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}, "precision": precision}
-    estimated = zeroshard.estimate(model, 1, config, host_computes=True).gradients
+    offload = {"optimizer": "cpu", "step_in_backward": is_early}
+    config = {"stage": 3, "offload": offload, "precision": precision}
+    estimated = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True).gradients
     engine = runs.start(config, MAKERS["AdamW"], model=model)
     engine.backward(engine(torch.ones(2, 64)).square().mean())
     held = engine.memory_report().gradients
@@ -147,12 +152,15 @@ def gradients_of_one_rank(precision):
     return held, estimated
 
 
-@pytest.mark.parametrize("precision", [{}, {"param_dtype": "bf16"}], ids=["main", "copy"])
-def test_gradients_of_few_units_are_estimated(ranks, precision):
+@pytest.mark.parametrize(("num_ranks", "precision"), [(2, {}), (1, {}), (1, {"param_dtype": "bf16"})])
+def test_few_gradients_are_left_after_a_backward(ranks, num_ranks, precision):
     """One rank in fp32 computes with main parameters, in bf16 with a copy of them."""
-    [(held, estimated)] = ranks(1, gradients_of_one_rank, precision)
-    assert held == 0
-    assert 0 < estimated <= 4 * 16 * 64 * 64 // 8
+    size = 4 * 16 * 64 * 64
+    for held, estimated in ranks(num_ranks, gradients_after_a_backward, precision, True):
+        assert held == 0
+        assert 0 < estimated <= size // 8
+    for held, _ in ranks(num_ranks, gradients_after_a_backward, precision, False):
+        assert held >= size // num_ranks
 
 
 class Reader(nn.Linear):
@@ -187,29 +195,32 @@ class HookedReader(nn.Linear):
         return super().forward(x)
 
 
-def losses_of_a_reader(kind, folder, is_early):
-    """One rank in fp32 computes with main parameters; in bf16, or with parameters in files, with a copy."""
-    files, losses = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(folder)}, []
-    for options in ({}, PRECISIONS["bf16"], {"offload": files}, PRECISIONS["bf16 main"] | {"offload": files}):
-        offload = options.get("offload", {}) | {"step_in_backward": is_early}
-        config = {"stage": 3, "units": [kind.__name__]} | options | {"offload": offload}
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), kind(8, 8), kind(8, 8))
-        engine = runs.start(config, MAKERS["fused"], model=model)
-        for number in range(3):
-            loss = engine(torch.full((2, 8), 0.1 * number)).square().mean()
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        engine.close(restore=False)
+def losses_of_a_reader(kind, options, is_early):
+    config = {"stage": 3, "units": [kind.__name__]} | options
+    config["offload"] = options.get("offload", {}) | {"step_in_backward": is_early}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), kind(8, 8), kind(8, 8))
+    engine = runs.start(config, MAKERS["fused"], model=model)
+    losses = runs.train(engine, range(3), lambda model, n: model(torch.full((2, 8), 0.1 * n)).square().mean())
+    engine.close(restore=False)
     return losses
 
 
-@pytest.mark.parametrize("kind", [Reader, UnwatchedReader, HookedReader])
-def test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more(ranks, tmp_path, kind):
-    for num_ranks in (1, 2):
-        late, early = (ranks(num_ranks, losses_of_a_reader, kind, tmp_path, early) for early in (False, True))
-        assert late == early
+def readers_differ(folder):
+    """One rank in fp32 computes with main parameters; in bf16, or with parameters in files, with a copy."""
+    found = []
+    files = {"offload": {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(folder)}}
+    for kind in (Reader, UnwatchedReader, HookedReader):
+        for options in ({}, PRECISIONS["bf16"], files, PRECISIONS["bf16 main"] | files):
+            late, early = (losses_of_a_reader(kind, options, is_early) for is_early in (False, True))
+            found += [f"{kind.__name__}, {options}"] * (late != early)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more(ranks, tmp_path, num_ranks):
+    for found in ranks(num_ranks, readers_differ, tmp_path):
+        assert not found
 
 
 def late_where_another_rank_steps(folder):
@@ -237,50 +248,6 @@ def test_a_late_gradient_is_an_error_where_another_rank_steps_in_its_backward(ra
         assert names == []
 
 
-@on_ranks(2)
-def test_a_hook_after_the_steps_may_zero_gradients():
-    found = []
-    for early in (False, True):
-        engine = runs.start({"stage": 3, "offload": {"step_in_backward": early}}, MAKERS["AdamW"])
-        engine.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
-        found.append(runs.train(engine, range(3)))
-        engine.close(restore=False)
-    late, early = found
-    assert late == early
-
-
-def mistakes():
-    messages = []
-    config = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
-    engine = runs.start(config, MAKERS["AdamW"])
-    engine.backward(runs.token_loss(engine, 0))
-    with pytest.raises(RuntimeError, match=r".") as caught:
-        engine.backward(runs.token_loss(engine, 1))
-    messages.append(str(caught.value))
-    with pytest.raises(RuntimeError, match=r".") as caught:
-        engine.save_checkpoint("never")
-    messages.append(str(caught.value))
-    engine.step()
-    engine.close(restore=False)
-    engine = runs.start(config, MAKERS["8-bit"])
-    engine.backward(runs.token_loss(engine, 0))
-    engine.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match=r"'lr' of group 0 .* was changed"):
-        engine.step()
-    engine.close(restore=False)
-    with pytest.raises(ValueError, match=r".") as caught:
-        runs.start(config, lambda model: LAMB(model.parameters(), lr=1e-2))
-    messages.append(str(caught.value))
-    return messages
-
-
-def test_mistakes_are_told(ranks):
-    for messages in ranks(2, mistakes):
-        assert "a backward after a backward that has stepped" in messages[0]
-        assert "after a step that was interrupted" in messages[1]
-        assert "expected an optimizer" in messages[2]
-
-
 def token_loss(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -301,6 +268,7 @@ def in_batches(options, make, prepare=lambda engine: None):
     return found, numbers
 
 
+@runs.without_numba
 def batches_differ(folder):
     """Where runs in batches differ; a batch owns its step, so it steps in its backward by itself."""
     found, files = [], {"optimizer": "nvme", "nvme_path": str(folder)}
@@ -416,49 +384,6 @@ def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(rank
         assert not found
 
 
-def square_loss(engine, number):
-    torch.manual_seed(number)
-    return engine(torch.randn(4, 8, requires_grad=True)).square().mean()
-
-
-def dropped():
-    messages = []
-    engine = runs.start(
-        {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}, MAKERS["AdamW"]
-    )
-    losses = []
-    for number in range(3):
-        losses.append(runs.token_loss(engine, number))
-        engine.backward(losses[-1])
-        for zero_grad in (engine.zero_grad, engine.module.zero_grad, engine.optimizer.zero_grad):
-            with pytest.raises(RuntimeError, match=r".") as caught:
-                zero_grad()
-            messages.append(str(caught.value))
-        engine.step()
-        engine.zero_grad()
-    found = runs.state(engine)
-    engine.close(restore=False)
-    return messages, runs.differences(found, run({}, MAKERS["AdamW"], num_steps=3)[0])
-
-
-def test_a_batch_cannot_be_dropped_after_its_steps_and_training_goes_on(ranks):
-    for messages, differences in ranks(2, dropped):
-        assert all("call step() to end their step" in message for message in messages)
-        assert not differences
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("made to fail")
-
-
 def failing_loss(engine, fails):
     hook = engine.module.blocks[0].register_forward_hook(
         lambda module, args, output: Failing.apply(output) if fails else output
@@ -477,14 +402,16 @@ def refused(folder):
             call()
         messages[name] = str(caught.value)
 
-    engine = runs.start(
-        {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}, MAKERS["AdamW"]
-    )
+    engine = runs.start(EARLY, MAKERS["AdamW"])
     group = engine.optimizer.param_groups[0]
     engine.save_checkpoint(folder, tag="first")
     engine.backward(runs.token_loss(engine, 0))
     parameters = list(engine.parameters())
     note("plain backward", lambda: runs.token_loss(engine, 1).backward())
+    note("backward of the engine", lambda: engine.backward(runs.token_loss(engine, 1)))
+    note("interrupted", lambda: engine.save_checkpoint("never"))
+    for zero in (engine.zero_grad, engine.module.zero_grad, engine.optimizer.zero_grad):
+        note("zero", zero)
     note("clip", lambda: engine.clip_grad_norm_(1.0))
     note("torch's clip", lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
     note("clip of values", lambda: nn.utils.clip_grad_value_(parameters, 1.0))
@@ -506,6 +433,9 @@ def refused(folder):
     losses = runs.train(engine, range(2), runs.token_loss)
     found = runs.state(engine, losses)
     engine.close(restore=False)
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="expected an optimizer"):
+            runs.start(EARLY, lambda model: LAMB(model.parameters(), lr=1e-2))
     return messages, runs.differences(found, run({}, MAKERS["AdamW"], num_steps=2)[0])
 
 
@@ -516,6 +446,8 @@ def test_what_would_be_wrong_silently_is_refused(ranks, tmp_path, num_ranks):
         "clip": "whose gradients are gone",
         "own gradient": "whose gradients are gone",
         "options": "'lr' of group 0",
+        "interrupted": "after a step that was interrupted",
+        "zero": "call step() to end their step",
         "failure": "Load the last checkpoint",
     }
     for messages, differences in ranks(num_ranks, refused, tmp_path):
@@ -543,6 +475,7 @@ def own_steps(is_early):
         closure()
         engine.optimizer.step()
     engine.optimizer.zero_grad()
+    engine.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
     for name, parameter in engine.named_parameters():
         if "blocks.1" in name:
             parameter.register_post_accumulate_grad_hook(lambda p: p.grad.add_(p.detach()))
@@ -559,3 +492,34 @@ def own_steps_differ():
 def test_own_steps_and_hooks_have_the_bits_of_steps_after_the_backward(ranks):
     for differences in ranks(2, own_steps_differ):
         assert not differences
+
+
+def failures(folder):
+    """Errors of a step in files, which ends its backward; then training goes on from a checkpoint."""
+    files = {"optimizer": "nvme", "nvme_path": str(folder), "step_in_backward": True}
+    engine, steps = runs.start({"stage": 3, "offload": files}, MAKERS["AdamW"]), []
+    engine.save_checkpoint(folder / "saved")
+    own_step = engine._early._parts._own_step
+
+    def failing(twin):
+        steps.append(len(steps))
+        if len(steps) == 2:
+            raise OSError("made to fail")
+        own_step(twin)
+
+    engine._early._parts._own_step = failing
+    with pytest.raises(OSError, match="made to fail") as caught:
+        engine.backward(runs.token_loss(engine, 0))
+    found = ["no traceback"] * ("in failing" not in "".join(traceback.format_exception(caught.value)))
+    found += [f"{len(steps)} steps"] * (len(steps) != 2)
+    engine._early._parts._own_step = own_step
+    with pytest.raises(RuntimeError, match="Load the last checkpoint"):
+        engine.backward(runs.token_loss(engine, 1))
+    engine.zero_grad()
+    engine.load_checkpoint(folder / "saved")
+    got = runs.state(engine, runs.train(engine, range(3)))
+    return found + runs.differences(got, run({}, MAKERS["AdamW"], num_steps=3)[0])
+
+
+def test_errors_of_a_step_in_the_backward_are_told_and_a_load_goes_on(ranks, tmp_path):
+    assert ranks(1, failures, tmp_path) == [[]]

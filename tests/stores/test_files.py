@@ -237,19 +237,11 @@ def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
     message = rf"{path_of(swap)}: expected 24576 bytes, got {size}: the file was truncated\..*checkpoint"
     with pytest.raises(RuntimeError, match=message):
         swap.write(places[2], memory_of(places[2], 1)).wait()  # would leave zeros before it
+    with pytest.raises(RuntimeError, match=message):
+        swap.empty(BLOCK)  # it does not grow again with zeros
     os.truncate(path_of(swap), 6 * BLOCK)
     with pytest.raises(RuntimeError, match=message):
         swap.read(places[0], memory_of(places[0])).wait()
-
-
-def test_a_file_that_was_truncated_does_not_grow_again_with_zeros(swap):
-    place = swap.empty(2 * BLOCK)
-    swap.write(place, memory_of(place, 1)).wait()
-    os.truncate(path_of(swap), 0)
-    with pytest.raises(RuntimeError, match="expected 8192 bytes, got 0: the file was truncated"):
-        swap.empty(BLOCK)
-    with pytest.raises(RuntimeError, match="the file was truncated"):
-        swap.read(place, memory_of(place)).wait()
 
 
 def test_a_file_that_ends_while_it_is_read_is_an_error(swap, monkeypatch):

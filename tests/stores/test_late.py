@@ -27,6 +27,10 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def with_tensor_rate(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+
+
 def fused(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -37,10 +41,6 @@ def eight_bits(model):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
-
-
-def with_tensor_rate(model):
-    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
 
 
 def lamb(model):
@@ -65,39 +65,12 @@ def last(engine):
     return [p for p in engine.parameters() if p.numel()][-1]
 
 
+def do_nothing(*_):
+    pass
+
+
 def change_rate(engine, _):
     engine.optimizer.param_groups[0]["lr"] *= 0.5
-
-
-def change_rate_in_place(engine, _):
-    engine.optimizer.param_groups[0]["lr"].mul_(0.5)
-
-
-def read_parameter(engine, seen):
-    seen.append(sum(p.norm().item() for p in engine.parameters()))
-
-
-def edit_parameter(engine, _):
-    with torch.no_grad():
-        for p in engine.parameters():
-            p.mul_(0.9)
-
-
-def read_state(engine, seen):
-    states = engine.optimizer.state
-    seen.append(
-        [value.clone() for p in list(states) for value in states[p].values() if torch.is_tensor(value)]
-    )
-
-
-def read_state_dict(engine, seen):
-    states = copy.deepcopy(engine.optimizer.state_dict())["state"]
-    seen.append([value for state in states.values() for value in state.values() if torch.is_tensor(value)])
-
-
-def read_whole(engine, seen):
-    with engine.unsharded():
-        seen.append([p.detach().clone() for p in engine.module.parameters()])
 
 
 def evaluate(engine, seen):
@@ -124,6 +97,42 @@ def fail_in_a_forward(engine, _):
     handle.remove()
 
 
+def read_parameter(engine, seen):
+    seen.append(sum(p.norm().item() for p in engine.parameters()))
+
+
+def edit_parameter(engine, _):
+    with torch.no_grad():
+        for p in engine.parameters():
+            p.mul_(0.9)
+
+
+def tensors_of(states):
+    return [value.clone() for state in states for value in state.values() if torch.is_tensor(value)]
+
+
+def read_state(engine, seen):
+    seen += tensors_of(list(engine.optimizer.state.values()))
+
+
+def read_state_dict(engine, seen):
+    seen += tensors_of(engine.optimizer.state_dict()["state"].values())
+
+
+def read_whole(engine, seen):
+    with engine.unsharded():
+        seen += [p.detach().clone() for p in engine.module.parameters()]
+
+
+def read_text(engine, seen):
+    seen += [len(engine.optimizer.state), copy.copy(engine.optimizer.state) != {}]
+    seen.append(torch.tensor(list(repr(last(engine)).encode())))
+
+
+def step_again(engine, _):
+    engine.optimizer.step()
+
+
 def clear_states(engine, _):
     engine.optimizer.state.clear()
 
@@ -136,98 +145,72 @@ def load_no_states(engine, _):
 
 def read_memory(engine, seen):
     places = [(p.data_ptr(), p.untyped_storage()) for p in engine.parameters() if p.numel()]
-    seen.append([torch.tensor(list(ctypes.string_at(place, 4))) for place, _ in places])
+    seen += [torch.tensor(list(ctypes.string_at(place, 4))) for place, _ in places]
 
 
-def read_text(engine, seen):
-    seen += [len(engine.optimizer.state), copy.copy(engine.optimizer.state) != {}]
-    seen.append(torch.tensor(list(repr(last(engine)).encode())))
-
-
-def step_again(engine, _):
-    engine.optimizer.step()
-
-
-LOOKS = {
-    "nothing": (lambda *_: None, adamw, {}, True),
-    "fused": (lambda *_: None, fused, BF16, True),
-    "8 bits": (lambda *_: None, eight_bits, NARROW, True),
-    "sgd": (lambda *_: None, sgd, NARROW, True),
-    "lamb": (change_rate, lamb, NARROW, True),
-    "lars": (evaluate, lars, {}, True),
-    "muon": (change_rate, muon, NARROW, True),
-    "muon parameter": (read_parameter, muon, {}, False),
-    "rate": (change_rate, fused, {}, True),
-    "tensor rate": (change_rate_in_place, with_tensor_rate, {}, True),
-    "parameter": (read_parameter, adamw, {}, False),
-    "edit": (edit_parameter, adamw, NARROW, False),
-    "state": (read_state, adamw, {}, False),
-    "state dict": (read_state_dict, eight_bits, NARROW, False),
-    "whole": (read_whole, adamw, BF16, False),
-    "evaluation": (evaluate, eight_bits, NARROW, True),
-    "autocast": (compute_in_autocast, adamw, {}, True),
-    "graph": (leave_a_graph, fused, BF16, True),
-    "failure": (fail_in_a_forward, adamw, {}, True),
-    "states cleared": (clear_states, adamw, {}, False),
-    "states loaded": (load_no_states, adamw, NARROW, False),
-    "memory": (read_memory, adamw, {}, False),
-    "text": (read_text, adamw, {}, False),
-    "second step": (step_again, adamw, {}, False),
-    "accumulated": (change_rate, adamw, {"gradient_accumulation_steps": 3}, True),
-    "clipped": (change_rate, fused, {"clip_grad_norm": 0.01}, True),
+UNSEEN = (change_rate, evaluate, compute_in_autocast, leave_a_graph, fail_in_a_forward, do_nothing)
+LOOKS = (read_parameter, edit_parameter, read_state, read_state_dict, read_whole, read_text, step_again)
+LOOKS += (clear_states, read_parameter, load_no_states, read_memory, read_memory)
+"""The second `read_memory` finds that no step waits any more."""
+LOOPS_OF_ENGINES = {
+    "unseen": (UNSEEN, with_tensor_rate, {}, 5),
+    "unseen, bf16": (UNSEEN, fused, BF16, 5),
+    "unseen, 8 bits": (UNSEEN, eight_bits, NARROW, 5),
+    "looks": (LOOKS, adamw, {}, 0),
+    "looks, bf16": (LOOKS, fused, BF16, 0),
+    "looks, 8 bits": (LOOKS, eight_bits, NARROW, 0),
+    "sgd": (UNSEEN[:2], sgd, NARROW, 2),
+    "lamb": (UNSEEN[:3], lamb, NARROW, 3),
+    "lars": (UNSEEN[:3], lars, {}, 3),
+    "muon": (UNSEEN[:3], muon, NARROW, 3),
+    "muon, looks": ([read_parameter] * 3, muon, {}, 0),
+    "accumulated": ([change_rate] * 6, adamw, {"gradient_accumulation_steps": 3}, 1),
+    "clipped": (UNSEEN[:3], fused, {"clip_grad_norm": 0.01}, 3),
 }
+"""By name: what happens after each micro-batch, the optimizer, the config, and how many steps end in
+forwards, each over 3 units."""
 
 
-def run(is_late, look, make, config):
+def run(is_late, looks, make, config):
     with waiting(is_late) as names:
-        engine, seen = runs.start({"stage": 3} | config, make), []
-        losses = []
-        for number in range(4 * config.get("gradient_accumulation_steps", 1)):
+        engine, seen, losses = runs.start({"stage": 3} | config, make), [], []
+        for number, look in enumerate(looks):
             losses += runs.train(engine, [number], runs.token_loss)
             look(engine, seen)
         in_forwards = len(names)
-        found = runs.state(engine, losses)
+        found = runs.state(engine, losses + runs.train(engine, [100], runs.token_loss))
         engine.close(restore=False)
-    return found, seen, in_forwards
+    return found, [torch.as_tensor(one) for one in seen], in_forwards
 
 
-def different(names, far=None):
+@runs.without_numba
+def different(far=None):
     """Differences between steps at once on the device and steps that wait, perhaps for values in files."""
     found = []
-    for name in names:
-        look, make, config, waits = LOOKS[name]
-        waits = waits and (make not in TOGETHER or dist.get_world_size() == 1)
-        want, seen_at_once, _ = run(False, look, make, config)
-        got, seen, in_forwards = run(True, look, make, config | ({"offload": far} if far else {}))
+    for name, (looks, make, config, waits) in LOOPS_OF_ENGINES.items():
+        waits = 0 if make in TOGETHER and dist.get_world_size() > 1 else waits
+        want, seen_at_once, _ = run(False, looks, make, config)
+        got, seen, in_forwards = run(True, looks, make, config | ({"offload": far} if far else {}))
         found += [f"{name}: {text}" for text in runs.differences(got, want)]
         found += [f"{name}: losses"] * (got.losses != want.losses)
-        found += [f"{name}: {in_forwards} units in forwards"] * (bool(in_forwards) is not waits)
-        same = [
-            torch.equal(*map(torch.as_tensor, pair))
-            for pair in zip(flat(seen), flat(seen_at_once), strict=True)
-        ]
-        found += [f"{name}: what was seen"] * (not all(same))
+        found += [f"{name}: {in_forwards} units in forwards"] * (in_forwards != 3 * waits)
+        same = all(torch.equal(*pair) for pair in zip(seen, seen_at_once, strict=True))
+        found += [f"{name}: what was seen"] * (not same)
     return found
-
-
-def flat(seen):
-    return [value for one in seen for value in (one if isinstance(one, list) else [one])]
 
 
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("names", [list(LOOKS)[start::3] for start in range(3)], ids=["0", "1", "2"])
-def test_steps_that_wait_have_the_bits_of_steps_at_once(ranks, names, num_ranks):
-    for found in ranks(num_ranks, different, names, timeout=200):
+def test_steps_that_wait_have_the_bits_of_steps_at_once(ranks, num_ranks):
+    for found in ranks(num_ranks, different, timeout=200):
         assert not found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("parameters", ["none", "nvme"])
+@pytest.mark.parametrize(("num_ranks", "parameters"), [(1, "none"), (2, "nvme")])
 def test_steps_from_files_that_wait_have_the_bits_of_steps_at_once(ranks, tmp_path, num_ranks, parameters):
     files = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
-    for found in ranks(num_ranks, different, list(LOOKS), files, timeout=300):
+    for found in ranks(num_ranks, different, files, timeout=300):
         assert not found
 
 
@@ -240,11 +223,11 @@ def plain_loop(is_late, hold):
         engine, found = runs.start({"stage": 3}, adamw), []
         for number in range(3):
             engine.backward(runs.token_loss(engine, number))
-            held = hold(engine)
+            held = HOLDS[hold](engine)
             engine.optimizer.step()
             with torch.no_grad():
                 found += [value.clone() for value in held]
-                for value in held if hold is gradients else ():
+                for value in held if hold == "gradients" else ():
                     value.zero_()
             engine.zero_grad(set_to_none=number != 1)
         in_forwards = len(names)
@@ -257,40 +240,39 @@ def gradients(engine):
     return [p.grad for p in engine.parameters() if p.grad is not None]
 
 
-def memory(engine):
-    return [p.data for p in engine.parameters()]
-
-
 def views(engine):
     with torch.no_grad():
         return [p[:1] for p in engine.parameters() if p.numel()]
 
 
-def states(engine):
-    return [value for state in engine.optimizer.state.values() for value in state.values()]
+HOLDS = {
+    "nothing": lambda engine: [],
+    "gradients": gradients,
+    "memory": lambda engine: [p.data for p in engine.parameters()],
+    "views": views,
+    "states": lambda engine: [v for state in engine.optimizer.state.values() for v in state.values()],
+    "state dict": lambda engine: [
+        value for state in engine.optimizer.state_dict()["state"].values() for value in state.values()
+    ],
+}
 
 
-def state_dict(engine):
-    states = engine.optimizer.state_dict()["state"]
-    return [value for state in states.values() for value in state.values()]
+def held_differ():
+    found = []
+    for hold in HOLDS:
+        want, seen_at_once, _ = plain_loop(False, hold)
+        got, seen, in_forwards = plain_loop(True, hold)
+        same = all(torch.equal(*pair) for pair in zip(seen, seen_at_once, strict=True))
+        found += [f"{hold}: {text}" for text in runs.differences(got, want) + ["seen"] * (not same)]
+        found += [f"{hold}: {in_forwards} in forwards"] * (bool(in_forwards) is not (hold == "nothing"))
+    return found
 
 
-def nothing(_):
-    return []
+def test_no_step_waits_once_somebody_may_look_unseen(ranks):
+    assert ranks(2, held_differ) == [[], []]
 
 
-def held_differ(hold):
-    want, seen_at_once, _ = plain_loop(False, hold)
-    got, seen, in_forwards = plain_loop(True, hold)
-    same = all(torch.equal(*pair) for pair in zip(seen, seen_at_once, strict=True))
-    return runs.differences(got, want) + ["seen"] * (not same), in_forwards
-
-
-@pytest.mark.parametrize("hold", [nothing, gradients, memory, views, states, state_dict])
-def test_no_step_waits_once_somebody_may_look_unseen(ranks, hold):
-    for found, in_forwards in ranks(2, held_differ, hold):
-        assert not found
-        assert bool(in_forwards) is (hold is nothing)
+# ------------------------------------------------------------------------------------ loops of the user's
 
 
 def kept_gradients(engine, number, kept):
@@ -321,41 +303,31 @@ class Selective(torch.nn.Module):
         return x
 
 
-def selective(engine, number, _):
-    loss = engine(torch.ones(2, 8) * number).square().mean()
+class Branches(torch.nn.Module):
+    """Every second forward leaves a unit out, which is stepped before the next backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x, leaves_out):
+        x = self.first(x)
+        return x if leaves_out else self.second(x)
+
+
+def branches(engine, number, _):
+    loss = engine(torch.ones(2, 8) * number, number % 2 == 1).square().mean()
     engine.backward(loss)
     engine.step()
     return loss.item()
 
 
-def one_by_one(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-
-
-def losses_of(is_late, loop, model, config):
-    with waiting(is_late) as names:
-        engine, kept = runs.start({"stage": 3} | config, one_by_one, model=model), []
-        losses = [loop(engine, number, kept) for number in range(4)]
-        in_forwards = len(names)
-        engine.close(restore=False)
-    return losses, in_forwards
-
-
-def losses_differ(loop, make):
-    config = {"units": ["Sequential"]} if make is Selective else {}
-    want, _ = losses_of(False, loop, make(), config)
-    got, in_forwards = losses_of(True, loop, make(), config)
-    return got == want, bool(in_forwards)
-
-
-@pytest.mark.parametrize(("loop", "make"), [(kept_gradients, runs.build), (selective, Selective)])
-def test_memory_and_contexts_of_others_change_no_step(ranks, loop, make):
-    for is_same, waits in ranks(1, losses_differ, loop, make):
-        assert is_same
-        assert waits is (loop is selective)
-
-
-# -------------------------------------------------------------------------- gradients in memory of others
+def selective(engine, number, _):
+    loss = engine(torch.ones(2, 8) * number).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
 class Shift(torch.nn.Module):
@@ -485,7 +457,14 @@ LOOPS = {
     "closure": (with_a_closure, runs.build, {}),
     "clipped by hand": (clipped_by_hand, runs.build, {}),
     "float16": (overflowing, runs.build, {"precision": HALF}),
+    "kept gradients": (kept_gradients, runs.build, {}),
+    "branches": (branches, Branches, {"units": ["Sequential"], "recompute": "unit"}),
+    "checkpoints": (selective, Selective, {"units": ["Sequential"]}),
 }
+
+
+def one_by_one(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
 def loop_alone(is_late, name):
@@ -503,11 +482,14 @@ def loop_alone(is_late, name):
 def loops_differ():
     found = []
     for name in LOOPS:
+        if name == "checkpoints" and dist.get_world_size() > 1:  # torch refuses gathers in such checkpoints
+            continue
         want, losses, kept, none = loop_alone(False, name)
         got, losses_late, kept_late, in_forwards = loop_alone(True, name)
         found += [f"{name}: {text}" for text in runs.differences(got, want)]
         found += [f"{name}: losses"] * (losses_late != losses or kept_late != kept)
-        waits = name != "closure"  # its forward comes after the begin of the next step
+        # The forward of a closure comes after the begin of the next step; kept gradients may be looked at.
+        waits = name not in ("closure", "kept gradients")
         found += [f"{name}: {in_forwards} units in forwards"] * (bool(none) or bool(in_forwards) is not waits)
     return found
 
@@ -546,17 +528,24 @@ def test_averages_checkpoints_and_an_end_find_everything_stepped(ranks, tmp_path
 
 
 def dropped():
-    """An engine goes, with a step that waits."""
+    """Engines go with a step that waits, one closed: objects that are left, and steps after the end."""
+    steps = []
     with waiting(True):
-        engine = runs.start({"stage": 3}, adamw)
-        runs.train(engine, range(2))
+        closed, engine = (runs.start({"stage": 3}, adamw) for _ in range(2))
+        for one in (closed, engine):
+            runs.train(one, range(2))
         ends = [weakref.ref(one) for one in (engine.optimizer, engine._runtime, last(engine))]
-        del engine
+        optimizer = closed.optimizer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LateSteps, "_step", lambda _, unit: steps.append(unit.name))
+            closed.close(restore=False)
+            list(optimizer.state)
+        del engine, one
         gc.collect()
-    return [end() for end in ends]
+    return [end() for end in ends] + steps
 
 
-def test_a_step_that_waits_keeps_nothing_in_memory(ranks):
+def test_a_step_that_waits_is_not_taken_by_an_engine_that_goes_and_keeps_nothing_in_memory(ranks):
     for left in ranks(2, dropped):
         assert left == [None] * 3
 
@@ -601,64 +590,6 @@ def failing(how):
 def test_after_a_step_that_failed_nothing_is_saved_or_stepped(ranks, how):
     for message in ranks(2, failing, how):
         assert "Load the last checkpoint" in message
-
-
-def dropped_before_its_step():
-    with waiting(True):
-        engine = runs.start({"stage": 3}, adamw)
-        runs.train(engine, range(2))
-        steps, optimizer = [], engine.optimizer
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LateSteps, "_step", lambda _, unit: steps.append(unit.name))
-            engine.close(restore=False)
-            list(optimizer.state)
-    return steps
-
-
-def test_an_engine_that_is_dropped_takes_no_step_that_waits(ranks):
-    assert ranks(2, dropped_before_its_step) == [[], []]
-
-
-class Branches(torch.nn.Module):
-    """Every second forward leaves a unit out."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        self.second = torch.nn.Sequential(torch.nn.Linear(8, 8))
-
-    def forward(self, x, leaves_out):
-        x = self.first(x)
-        return x if leaves_out else self.second(x)
-
-
-def branches_differ():
-    ends = []
-    for is_late in (False, True):
-        with waiting(is_late) as names:
-            engine = runs.start(
-                {"stage": 3, "units": ["Sequential"], "recompute": "unit"}, adamw, model=Branches()
-            )
-            losses = []
-            for number in range(4):
-                loss = engine(torch.ones(2, 8) * number, number % 2 == 1).square().mean()
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            counted = dict.fromkeys(names)
-            ends.append((runs.state(engine, losses), losses))
-            engine.close(restore=False)
-    (want, losses), (got, losses_late) = ends
-    return runs.differences(got, want) + ["losses"] * (losses != losses_late), list(counted)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_unit_that_no_forward_reaches_is_stepped_before_the_next_backward(ranks, num_ranks):
-    for found, in_forwards in ranks(num_ranks, branches_differ):
-        assert not found
-        assert "first" in in_forwards
-        assert ("second" in in_forwards) is (num_ranks == 2), "its gather was begun ahead"
 
 
 def read_ahead(folder):

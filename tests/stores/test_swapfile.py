@@ -76,19 +76,24 @@ def test_a_file_that_is_not_locked_yet_is_no_leftover(tmp_path, monkeypatch):
     others[0].remove()
 
 
+@contextmanager
+def limited(num_bytes):
+    """Files may not grow beyond this size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("size", [1, BLOCK - 1, 3 * BLOCK])
 def test_a_limit_of_the_system_is_told_and_changes_nothing(tmp_path, size):
     file = SwapFile(tmp_path, 0)
     file.reserve(BLOCK)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK + size, limits[1]))
-    try:
-        with pytest.raises(
-            RuntimeError, match=rf"{file.path}: could not reserve 16\.0 KiB .*: File too large"
-        ):
-            file.reserve(5 * BLOCK)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = rf"{file.path}: could not reserve 16\.0 KiB .*: File too large"
+    with limited(BLOCK + size), pytest.raises(RuntimeError, match=message):
+        file.reserve(5 * BLOCK)
     assert file.end == file.path.stat().st_size == BLOCK
     file.remove()
 
@@ -96,16 +101,9 @@ def test_a_limit_of_the_system_is_told_and_changes_nothing(tmp_path, size):
 def test_a_write_beyond_a_limit_of_the_system_is_told(tmp_path):
     file = SwapFile(tmp_path, 0)
     file.reserve(4 * BLOCK)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BLOCK, limits[1]))
-    try:
-        with pytest.raises(
-            RuntimeError,
-            match=r"could not write 16384 bytes at 0: File too large\. Check",
-        ):
-            file.write(memoryview(mmap.mmap(-1, 4 * BLOCK)), 0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"could not write 16384 bytes at 0: File too large\. Check"
+    with limited(2 * BLOCK), pytest.raises(RuntimeError, match=message):
+        file.write(memoryview(mmap.mmap(-1, 4 * BLOCK)), 0)
     file.remove()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import errno
 import os
 
 import bitsandbytes
@@ -12,13 +12,30 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.distributed.training import ALL_STAGES, numbers
-from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
+from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
 
 CHOSEN_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
 
 
 def offload(folder, **others):
     return {"offload": {"optimizer": "nvme", "nvme_path": str(folder), **others}}
+
+
+def refuse_space(*_):
+    """In the place of os.posix_fallocate."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("made to fail")
 
 
 class Replacing(torch.optim.Optimizer):
@@ -62,15 +79,11 @@ def over(make, **options):
 OPTIMIZERS = {
     "AdamW": over(torch.optim.AdamW, lr=1e-2, amsgrad=True),
     "fused": over(torch.optim.AdamW, lr=1e-2, fused=True),
-    "for-each": over(torch.optim.AdamW, lr=1e-2, foreach=True),
     "SGD": over(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "Adagrad": over(torch.optim.Adagrad, lr=1e-2),
     "8-bit": over(AdamW8bit, lr=1e-2, min_8bit_size=256),
     "replacing": over(Replacing),
     "groups": in_groups(torch.optim.AdamW),
-    "replacing groups": in_groups(Replacing),
     "LAMB": over(LAMB, lr=1e-2),
-    "LARS": over(LARS, lr=1e-2),
     "Muon": lambda model: Muon(muon_groups(model)),
     "bitsandbytes": over(bitsandbytes.optim.AdamW8bit, lr=1e-2, min_8bit_size=256),
 }
@@ -83,7 +96,7 @@ def losses_of(engine, steps, loss=runs.token_loss):
     return runs.train(engine, steps, loss)
 
 
-def run(config, make=OPTIMIZERS["AdamW"], *, model=None, num_steps=4, train=losses_of, seed=3):
+def run(config, make=OPTIMIZERS["AdamW"], *, model=None, num_steps=3, train=losses_of, seed=3):
     """The state after some steps, and the tiers that were used."""
     torch.manual_seed(seed)
     engine = runs.start(config, make, model=runs.build() if model is None else model())
@@ -108,20 +121,6 @@ def compare(what, config, folder, *args, tiers=({},), in_files=False, **kwargs):
         if in_memory and in_files:
             found.append(f"{what} {tier}: {in_memory} bytes of states in memory")
     return found[:8]
-
-
-def accumulated(engine, steps):
-    """Two micro-batches for each step, by no_sync and by optimizer.step()."""
-    losses = []
-    for number in steps:
-        with engine.no_sync():
-            runs.token_loss(engine, 2 * number).backward()
-        value = runs.token_loss(engine, 2 * number + 1)
-        value.backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        losses.append(value.item())
-    return losses
 
 
 def micro_batches(engine, steps):
@@ -149,40 +148,6 @@ def edited(engine, steps):
         losses += runs.train(engine, [number + 20])
         engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
     return losses
-
-
-def late(engine, steps):
-    """Parameters that a step leaves out, and states that somebody sets to other tensors."""
-    losses = []
-    for number in steps:
-        with engine.no_sync() if number % 2 else contextlib.nullcontext():
-            value = runs.token_loss(engine, number)
-            value.backward()
-        for index, p in enumerate(engine.parameters()):
-            if not number % 2 and (index + number) % 3 == 0:
-                p.grad = None
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        losses.append(value.item())
-        for state in engine.optimizer.state.values():
-            if number == 1:
-                state["exp_avg"] = state["exp_avg"] * 0.5
-            if number == 2:
-                state["exp_avg"].zero_()
-                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-    return losses
-
-
-class Overflowing(nn.Module):
-    """A net whose gradients overflow in some steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.count = runs.build(), 0
-
-    def forward(self, tokens):
-        self.count += 1
-        return self.inner(tokens) * (1e4 if self.count % 3 == 0 else 1.0)
 
 
 class MixedBlock(nn.Module):
@@ -219,21 +184,15 @@ def mixed(engine, steps):
 
 
 FILES = {"parameters": "nvme"}
-
-
-SOME = {"device_fraction": 0.3}
-
-
+EARLY = {"step_in_backward": True}
 WAYS = {
-    "bf16": ({"precision": "bf16"}, {"tiers": ({}, SOME)}),
-    "no_sync": ({}, {"train": accumulated}),
     "micro-batches": ({"gradient_accumulation_steps": 2, "clip_grad_norm": 0.1}, {"train": micro_batches}),
-    "edits": ({}, {"train": edited, "num_steps": 2}),
-    "bf16 main, edits": (BF16_MAIN, {"train": edited, "num_steps": 2}),
-    "late": ({}, {"train": late}),
-    "float16": ({"precision": "fp16"}, {"model": Overflowing, "num_steps": 6}),
-    "mixed": ({}, {"model": Mixed, "train": mixed, "tiers": ({}, SOME)}),
-    "mixed bf16": ({"precision": {"param_dtype": "bf16"}}, {"model": Mixed, "train": mixed}),
+    "edits": (BF16_MAIN, {"train": edited, "num_steps": 1}),
+    "mixed": ({}, {"model": Mixed, "train": mixed, "tiers": ({}, {"device_fraction": 0.3})}),
+}
+WAYS_AT_3 = {
+    "parameters": ({}, {"tiers": (FILES, FILES | {"device_fraction": 0.3, "optimizer": "cpu"})}),
+    "in backward": ({}, {"tiers": (EARLY, FILES | EARLY)}),
 }
 
 

@@ -1,8 +1,8 @@
 """Messages between the ranks of a pipeline: tensors from one rank to another, in the order of the sends.
 
 A message is a list of tensors. Their forms (dtype, shape, and if they need a gradient) go ahead of them, on
-the CPU, unless the receiver knows them already: the number of their bytes, which a receiver may await early,
-and the bytes. A sender keeps a few messages until they are gone; then it waits for the oldest.
+the CPU, unless the receiver knows them already, in a header of one size, which a receiver may await early. A
+sender keeps a few messages until they are gone; then it waits for the oldest.
 
 [Note: A communicator for each sender and receiver]
 On an accelerator a communicator runs its sends and receives one after another, in the order in which a rank
@@ -28,6 +28,8 @@ from zeroshard.comm.watch.status import GATHER
 POINT_TO_POINT = "point_to_point"
 _LAST_TAGS = (1 << 16) - 2
 """The last two tags of an engine's range, which serve all of its messages; buffers take the first tags."""
+_HEADER_BYTES = 1 << 16
+"""The bytes of a header: the forms of about 2,500 tensors, pickled."""
 
 
 class Form(NamedTuple):
@@ -61,7 +63,7 @@ class Messages:
     """
 
     def __init__(self, axis: Axis, groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None) -> None:
-        self.rank, self.size, self.device = axis.rank, axis.size, axis.device
+        self.rank, self.device = axis.rank, axis.device
         self._axis, self._tag, self._groups = axis, axis.first_tag + _LAST_TAGS, groups or {}
         self.most_sends = 1
         """The messages to each rank that may be on their way; a schedule may need more to go on."""
@@ -75,20 +77,24 @@ class Messages:
             target: the pipeline rank that gets them.
             label: the name of the message in error messages.
             with_forms: True if the receiver does not know their forms.
+
+        Raises:
+            ValueError: the forms of so many tensors do not go into a header.
         """
         under_way = self._sent.setdefault(target, deque())
         while len(under_way) >= self.most_sends:
             self._end_first(under_way)
         values = [tensor.detach().contiguous() for tensor in tensors]
-        works, headers = [], []
+        works, memory = [], [*values]
         if with_forms:
-            data = torch.frombuffer(bytearray(pickle.dumps(tuple(map(Form.of, tensors)))), dtype=torch.uint8)
-            headers = [torch.tensor([data.numel()], device="cpu"), data]
-            works.append(self.transfer(headers[0], self.rank, target, on_host=True, is_number=True))
-            works.append(self.transfer(data, self.rank, target, on_host=True))
+            data = pickle.dumps(tuple(map(Form.of, tensors))).ljust(_HEADER_BYTES, b"\0")
+            if len(data) > _HEADER_BYTES:
+                raise ValueError(f"{label}: expected fewer tensors in a message, got {len(tensors)}")
+            memory.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            works.append(self.transfer(memory[-1], self.rank, target, on_host=True))
         works += [self.transfer(_bytes_of(value), self.rank, target) for value in values if value.numel()]
-        self._axis.counter.add(POINT_TO_POINT, sum(memory.nbytes for memory in (*headers, *values)))
-        under_way.append((works, (*headers, *values), label))
+        self._axis.counter.add(POINT_TO_POINT, sum(one.nbytes for one in memory))
+        under_way.append((works, memory, label))
 
     def expect(self, source: int, label: str, forms: Forms | None) -> Callable[[], list[Tensor]]:
         """Begin to receive the next message of a pipeline rank.
@@ -103,25 +109,20 @@ class Messages:
             source are called in the order of its messages. It raises a RuntimeError if the sender is lost.
         """
         if forms is None:
-            return self._expect_forms(source, label)
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
+            work = self.transfer(header, source, on_host=True)
+
+            def arrived_first() -> list[Tensor]:
+                self.wait([work], f"forms of the {label}", on_host=True)
+                return self.expect(source, label, pickle.loads(header.numpy().tobytes()))()
+
+            return arrived_first
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         works = [self.transfer(_bytes_of(tensor), source) for tensor in tensors if tensor.numel()]
 
         def arrived() -> list[Tensor]:
             self.wait(works, label)
             return [one.requires_grad_(form.requires_grad) for one, form in zip(tensors, forms, strict=True)]
-
-        return arrived
-
-    def _expect_forms(self, source: int, label: str) -> Callable[[], list[Tensor]]:
-        num_bytes, of_forms = torch.empty(1, dtype=torch.int64, device="cpu"), f"forms of the {label}"
-        work = self.transfer(num_bytes, source, on_host=True, is_number=True)
-
-        def arrived() -> list[Tensor]:
-            self.wait([work], of_forms, on_host=True)
-            data = torch.empty(int(num_bytes), dtype=torch.uint8, device="cpu")
-            self.wait([self.transfer(data, source, on_host=True)], of_forms, on_host=True)
-            return self.expect(source, label, pickle.loads(data.numpy().tobytes()))()
 
         return arrived
 
@@ -150,27 +151,20 @@ class Messages:
         self._axis.start(wait_on_stream, label)
 
     def transfer(
-        self,
-        values: Tensor,
-        source: int,
-        target: int | None = None,
-        *,
-        on_host: bool = False,
-        is_number: bool = False,
+        self, values: Tensor, source: int, target: int | None = None, *, on_host: bool = False
     ) -> dist.Work | None:
         """Begin to send values to another pipeline rank, or to receive them.
 
         Args:
             values: the memory.
             source, target: the pipeline ranks; without a target, this rank receives.
-            on_host: True for forms, which lie on the CPU.
-            is_number: True for the number of their bytes, which has an order of its own.
+            on_host: True for forms, which lie on the CPU, and have an order of their own.
         """
         target = self.rank if target is None else target
         call, peer = (dist.isend, target) if source == self.rank else (dist.irecv, source)
         own = self._groups.get((source, target), self._axis.groups[GATHER])
         group = self._axis.control if on_host else own
-        return call(values, self._axis.global_ranks[peer], group=group, tag=self._tag + is_number)
+        return call(values, self._axis.global_ranks[peer], group=group, tag=self._tag + on_host)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

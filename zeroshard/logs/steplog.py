@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from textwrap import indent
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import on_all, on_first
+from zeroshard.comm.collectives import on_first
 from zeroshard.config.checked import flat
 from zeroshard.engine import Engine
 from zeroshard.internals.warn import warn_user
@@ -134,8 +132,7 @@ def open_tensorboard(place: str, run: RunFacts) -> Target:
 
     writer: Any = SummaryWriter(place, purge_step=run.first_step + 1 if run.first_step else None)
     text = json.dumps(dict(run.config), indent=2)
-    indented = "".join(f"    {line}\n" for line in text.splitlines())  # a block of code in Markdown
-    writer.add_text("config", indented, run.first_step)
+    writer.add_text("config", indent(text, "    "), run.first_step)  # a block of code in Markdown
 
     def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -166,9 +163,9 @@ def open_wandb(place: str, run: RunFacts) -> Target:
 
 
 def open_mlflow(place: str, run: RunFacts) -> Target:
-    """Send metrics to a new run of MLflow, through a client of its own: the active run stays the user's.
+    """Send metrics to a new run of MLflow: below the active run, if there is one.
 
-    `MLFLOW_EXPERIMENT_NAME` names the experiment; without it the name is "zeroshard".
+    `MLFLOW_EXPERIMENT_NAME` names the experiment.
 
     Args:
         place: the tracking URI, such as sqlite:///mlflow.db or the address of a server; "" for MLflow's own
@@ -176,27 +173,18 @@ def open_mlflow(place: str, run: RunFacts) -> Target:
             MLFLOW_ALLOW_FILE_STORE=true.
         run: the run; its config becomes parameters.
     """
-    from mlflow.entities import Metric
-    from mlflow.tracking import MlflowClient
+    import mlflow
 
-    client: Any = MlflowClient(tracking_uri=place or None)
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "zeroshard")
-    experiment = client.get_experiment_by_name(name)
-    number = client.create_experiment(name) if experiment is None else experiment.experiment_id
-    run_id: str = client.create_run(number).info.run_id
-    for name, value in run.config.items():
-        client.log_param(run_id, name, str(value)[:_LONGEST_VALUE])
+    if place:
+        mlflow.set_tracking_uri(place)
+    opened: Any = mlflow.start_run(nested=True)
+    mlflow.log_params({name: str(value)[:_LONGEST_VALUE] for name, value in run.config.items()})
 
     def log(step: int, values: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        sent = [Metric(name, float(value), now, step) for name, value in values.items()]
-        client.log_batch(run_id, metrics=sent)
+        mlflow.log_metrics(dict(values), step=step, run_id=opened.info.run_id)
 
-    return Calls(log, lambda: client.set_terminated(run_id))
+    return Calls(log, mlflow.end_run)
 
-
-Opener = Callable[[RunFacts], Target]
-"""Opens a target; called on rank 0 alone."""
 
 KINDS: Mapping[str, tuple[Callable[[str, RunFacts], Target], str]] = {
     "terminal": (open_terminal, ""),
@@ -208,26 +196,24 @@ KINDS: Mapping[str, tuple[Callable[[str, RunFacts], Target], str]] = {
 """The targets by name, each with the place if none is given. All but the first two need a package."""
 
 
-def parse_target(given: str | Target) -> Opener:
-    """Return the function that opens a target: an object, or that of a text such as "jsonl:metrics.jsonl".
+def open_target(given: str | Target, run: RunFacts) -> Target:
+    """Return the target that is given: an object, or the one of a text such as "jsonl:metrics.jsonl".
 
     Raises:
         ValueError: no target has this name, or it needs a place that is not given; an object without the
             methods.
-        ImportError: its package is not installed.
+        ModuleNotFoundError: its package is not installed.
     """
     if isinstance(given, Target):
-        return lambda run: given
+        return given
     name, _, place = str(given).partition(":")
     if name not in KINDS or (name == "terminal" and place) or (name == "jsonl" and not place):
         raise ValueError(
             "log target: expected terminal, jsonl:FILE, tensorboard:FOLDER, wandb:PROJECT, mlflow:URI, or an "
             f"object with log() and close(), got {given!r}"
         )
-    if name not in ("terminal", "jsonl") and find_spec(name) is None:
-        raise ImportError(f"log target {name!r}: expected the package {name}: pip install {name}")
     opened, default = KINDS[name]
-    return lambda run: opened(place or default, run)
+    return opened(place or default, run)
 
 
 class Share(NamedTuple):
@@ -310,8 +296,8 @@ class StepLog:
         self._targets: list[tuple[str, Target]] = []
         self._losses: list[Tensor] = []
         self._num_tokens: int | None = None
-        self._seen = self._reported = self._num_attempts
-        self._lr = self._used_lr = self._next_lr
+        self._seen = self._reported = engine.global_step + engine.skipped_steps
+        self._lr = self._used_lr = next(iter(engine.get_lr()), None)
         if targets:
             self._open(targets, RunFacts(_plain(engine, config or {}), self._seen, num_steps))
         self._begin = self._since = time.perf_counter()  # the opening of targets takes seconds
@@ -319,9 +305,7 @@ class StepLog:
     def __enter__(self) -> StepLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.report()
@@ -340,20 +324,18 @@ class StepLog:
             num_tokens: tokens of the micro-batch on this rank, or of all micro-batches of the step.
 
         Raises:
-            ValueError: the loss has more than one element, or none.
+            RuntimeError: torch's own, of a loss that has more than one element, or none.
         """
         if not self._has_targets:
             return
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-        if value.numel() != 1:
-            raise ValueError(f"loss: expected one element, got the shape {tuple(value.shape)}")
         self._losses.append(value.reshape(()))
         if num_tokens is not None:
             self._num_tokens = (self._num_tokens or 0) + num_tokens
-        now = self._num_attempts
+        now = self._engine.global_step + self._engine.skipped_steps
         if now == self._seen:
             return
-        self._seen, self._used_lr, self._lr = now, self._lr, self._next_lr
+        self._seen, self._used_lr, self._lr = now, self._lr, next(iter(self._engine.get_lr()), None)
         if now - self._reported >= self._every:
             self.report()
 
@@ -367,7 +349,7 @@ class StepLog:
         """
         if self._has_targets:
             numbers = {n: value if isinstance(value, int) else float(value) for n, value in values.items()}
-            self._send(self._seen, numbers)
+            self._call("log", self._seen, numbers)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -382,38 +364,7 @@ class StepLog:
         """Send the metrics of the steps since the last report, if there are any; collective."""
         if not self._losses:
             return
-        self._send(self._seen, self._collect())
-
-    def _send(self, step: int, values: Mapping[str, float]) -> None:
-        for name, target in list(self._targets):
-            self._guarded(name, target, target.log, step, values)
-
-    def close(self) -> None:
-        """Close the targets; nothing is exchanged. A second call does nothing."""
-        for name, target in list(self._targets):
-            self._guarded(name, target, target.close)
-        self._targets, self._has_targets = [], False
-
-    def _open(self, targets: Sequence[str | Target], run: RunFacts) -> None:
-        world = self._engine._axes.world
-        openers: list[Opener] = []
-
-        def open_all() -> None:
-            for target, opener in zip(targets, openers, strict=True):
-                name = target if isinstance(target, str) else type(target).__name__
-                self._targets.append((name, opener(run)))
-
-        on_all(world, "names of log targets", lambda: openers.extend(map(parse_target, targets)))
-        try:
-            on_first(world, "opening of log targets", open_all)
-        except BaseException:
-            self.close()
-            raise
-
-    def _collect(self) -> dict[str, float]:
-        """Exchange the shares of the ranks; return the metrics of all, and begin anew."""
-        engine, world = self._engine, self._engine._axes.world
-        losses = torch.stack(self._losses).tolist()
+        engine, losses = self._engine, torch.stack(self._losses).tolist()
         process, norm = measure_process(engine.device), engine.grad_norm
         own = Share(
             losses=sum(losses),
@@ -423,37 +374,44 @@ class StepLog:
             lr=self._used_lr,
             grad_norm=None if norm is None else norm.item(),
         )
-        shares, now = world.all_gather_object(own, "metrics of steps"), time.perf_counter()
+        shares = engine._axes.world.all_gather_object(own, "metrics of steps")
+        now = time.perf_counter()
         found = combine(shares, engine.dp_world_size, now - self._since)
         engine._guard.watch(self._seen, found["loss"], found.get("grad_norm"))
         metrics = {"seconds": now - self._begin, **found, "skipped_steps": engine.skipped_steps}
-        metrics["loss_scale"] = engine.loss_scale
         self._losses, self._num_tokens = [], None
         self._since, self._reported = now, self._seen
-        return metrics
+        self._call("log", self._seen, metrics | {"loss_scale": engine.loss_scale})
 
-    def _guarded(self, name: str, target: Target, call: Any, *args: Any) -> None:
-        """Call a target; drop it with a warning if it fails, as training is worth more than its log."""
+    def close(self) -> None:
+        """Close the targets; nothing is exchanged. A second call does nothing."""
+        self._call("close")
+        self._targets, self._has_targets = [], False
+
+    def _open(self, targets: Sequence[str | Target], run: RunFacts) -> None:
+        def open_all() -> None:
+            for target in targets:
+                name = target if isinstance(target, str) else type(target).__name__
+                self._targets.append((name, open_target(target, run)))
+
         try:
-            call(*args)
-        except Exception as error:  # of somebody else's package: a network, a full disk
-            self._targets.remove((name, target))
-            warn_user(f"log target {name}: {type(error).__name__}: {error}. It gets no more metrics")
+            on_first(self._engine._axes.world, "opening of log targets", open_all)
+        except BaseException:
+            self.close()
+            raise
 
-    @property
-    def _num_attempts(self) -> int:
-        return self._engine.global_step + self._engine.skipped_steps
-
-    @property
-    def _next_lr(self) -> float | None:
-        return next(iter(self._engine.get_lr()), None)
+    def _call(self, method: str, *args: Any) -> None:
+        """Call each target; drop one that fails with a warning, as training is worth more than its log."""
+        for name, target in list(self._targets):
+            try:
+                getattr(target, method)(*args)
+            except Exception as error:  # of somebody else's package: a network, a full disk
+                self._targets.remove((name, target))
+                warn_user(f"log target {name}: {type(error).__name__}: {error}. It gets no more metrics")
 
 
 def _plain(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a run as plain values."""
     own = {f"zeroshard.{key}": value for key, value in flat(engine.config).items()}
-    return {name: _text(value) for name, value in {**config, **own}.items()}
-
-
-def _text(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    plain = str | int | float | bool | None
+    return {name: one if isinstance(one, plain) else str(one) for name, one in {**config, **own}.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -12,134 +15,100 @@ from tests.pretend.scenarios.plain import BF16
 from zeroshard.forwards.methods import held_unsharded
 from zeroshard.stepping.attach import attach
 
-
-def _two_forwards(stage: int) -> None:
-    def run(bench: Bench) -> None:
-        bench.start(bench.gpt(), stage=stage, precision=BF16)
-        for number in range(3):
-            bench.engine.backward(bench.loss(number) + bench.loss(number + 10))
-            bench.engine.step()
-
-    add(f"two_forwards_stage{stage}", run)
+Config = dict[str, Any]
+FP32: dict[str, str] = {}
 
 
-def _closed(stage: int) -> None:
+def at_stages(
+    *stages: int, precisions: Iterable[dict[str, str]] = (BF16,), may_sync: Iterable[str] = ()
+) -> Callable[[Any], Any]:
+    """Make a function a scenario at each stage and precision, whose config it is given."""
+
+    def register(run: Callable[[Bench, Config], None]) -> Callable[[Bench, Config], None]:
+        for stage in stages:
+            for precision in precisions:
+                name = f"{run.__name__}_stage{stage}{'_bf16' if precision else ''}"
+                config = {"stage": stage, "precision": precision}
+                add(name, functools.partial(run, config=config), may_sync=may_sync)
+        return run
+
+    return register
+
+
+@at_stages(2, 3)
+def two_forwards(bench: Bench, config: Config) -> None:
+    bench.start(bench.gpt(), **config)
+    for number in range(3):
+        bench.engine.backward(bench.loss(number) + bench.loss(number + 10))
+        bench.engine.step()
+
+
+@at_stages(1, 3)
+def closed(bench: Bench, config: Config) -> None:
     """An engine is closed while gathers after its step are under way; another one goes on."""
-
-    def run(bench: Bench) -> None:
-        model = bench.gpt()
-        for number in range(2):
-            bench.start(model, stage=stage, precision=BF16)
-            bench.train(2, 2 * number)
-            bench.engine.close()
-
-    add(f"closed_stage{stage}", run)
+    model = bench.gpt()
+    for number in range(2):
+        bench.start(model, **config)
+        bench.train(2, 2 * number)
+        bench.engine.close()
 
 
-def _edits(stage: int, precision: dict[str, str]) -> None:
-    """Parameters are changed in place between a step and the next forward."""
-
-    def run(bench: Bench) -> None:
-        bench.start(bench.gpt(), stage=stage, precision=precision)
-        for number in range(3):
-            bench.train(1, number)
-            with torch.no_grad():
-                for parameter in bench.engine.parameters():
-                    parameter.clamp_(-3, 3)
-
-    add(f"edits_after_step_stage{stage}{'_bf16' if precision else ''}", run)
-
-
-def _averages(stage: int, precision: dict[str, str]) -> None:
-    """Parameters are read between a step and the next forward."""
-
-    def run(bench: Bench) -> None:
-        bench.start(bench.gpt(), stage=stage, precision=precision)
-        average = [parameter.detach().clone() for parameter in bench.engine.parameters()]
-        for number in range(3):
-            bench.train(1, number)
-            with torch.no_grad():
-                for mean, parameter in zip(average, bench.engine.parameters(), strict=True):
-                    mean.lerp_(parameter, 0.1)
-
-    add(f"averages_after_step_stage{stage}{'_bf16' if precision else ''}", run)
+@at_stages(1, 3, precisions=(FP32, BF16))
+def edits_after_step(bench: Bench, config: Config) -> None:
+    """Parameters are read and changed in place between a step and the next forward."""
+    bench.start(bench.gpt(), **config)
+    average = [parameter.detach().clone() for parameter in bench.engine.parameters()]
+    for number in range(3):
+        bench.train(1, number)
+        with torch.no_grad():
+            for mean, parameter in zip(average, bench.engine.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+                parameter.clamp_(-3, 3)
 
 
-def _hooks_and_whole_gradients(stage: int, precision: dict[str, str]) -> None:
+@at_stages(1, 3, may_sync=("full/parameters.py", "zeroshard/byname.py"))
+def hooks_and_whole_gradients(bench: Bench, config: Config) -> None:
     """Hooks edit gradients, which are then read whole, and clipped by their largest element."""
-
-    def run(bench: Bench) -> None:
-        engine = bench.start(bench.gpt(), stage=stage, precision=precision)
-        for parameter in engine.parameters():
-            parameter.register_hook(lambda gradient: gradient * 0.5)
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
-        for number in range(3):
-            engine.backward(bench.loss(number))
-            with engine.unsharded(write_back=True):
-                shapes = {name: parameter.shape for name, parameter in engine.named_parameters()}
-            assert all(engine.full_gradient(name).shape == shape for name, shape in shapes.items())
-            engine.clip_grad_norm_(0.1, norm_type=float("inf"))
-            engine.step()
-
-    name = f"hooks_and_whole_gradients_stage{stage}{'_bf16' if precision else ''}"
-    add(name, run, may_sync=("full/parameters.py", "zeroshard/byname.py"))
+    engine = bench.start(bench.gpt(), **config)
+    for parameter in engine.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+    for number in range(3):
+        engine.backward(bench.loss(number))
+        with engine.unsharded(write_back=True):
+            shapes = {name: parameter.shape for name, parameter in engine.named_parameters()}
+        assert all(engine.full_gradient(name).shape == shape for name, shape in shapes.items())
+        engine.clip_grad_norm_(0.1, norm_type=float("inf"))
+        engine.step()
 
 
-def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
-    def run(bench: Bench) -> None:
-        engine = bench.start(bench.gpt(), None, stage=stage, precision=precision)
-        parameters = list(engine.parameters())
-        optimizers = [torch.optim.AdamW(parameters[:10], 1e-3), torch.optim.SGD(parameters[10:], 1e-3)]
+@at_stages(1, 3)
+def two_optimizers(bench: Bench, config: Config) -> None:
+    engine = bench.start(bench.gpt(), None, **config)
+    parameters = list(engine.parameters())
+    optimizers = [torch.optim.AdamW(parameters[:10], 1e-3), torch.optim.SGD(parameters[10:], 1e-3)]
+    for optimizer in optimizers:
+        attach(engine._runtime, engine._guard.rounding, optimizer)
+    for number in range(3):
+        bench.loss(number).backward()
         for optimizer in optimizers:
-            attach(engine._runtime, engine._guard.rounding, optimizer)
-        for number in range(3):
-            bench.loss(number).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-
-    add(f"two_optimizers_stage{stage}{'_bf16' if precision else ''}", run)
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
 
 
-def _evaluation(stage: int) -> None:
-    def run(bench: Bench) -> None:
-        bench.start(bench.gpt(), stage=stage, precision=BF16)
-        for number in range(3):
-            bench.train(1, number)
-            bench.evaluate()
-
-    add(f"evaluation_between_stage{stage}", run)
-
-
-def _full_parameters(stage: int) -> None:
-    def run(bench: Bench) -> None:
-        engine = bench.start(bench.gpt(), stage=stage, precision=BF16)
-        bench.train(1)
-        with engine.unsharded(write_back=True), torch.no_grad():
-            engine.module.blocks[0].mlp[0].weight.mul_(0.5)
-        bench.train(1)
-        engine.full_state_dict()
-        bench.train(1)
-
-    add(f"full_parameters_stage{stage}", run, may_sync=("full/parameters.py",))
-
-
-for _stage in (1, 3):
-    _averages(_stage, {})
-    _averages(_stage, BF16)
-    _evaluation(_stage)
-    _full_parameters(_stage)
-for _stage in (1, 2, 3):
-    for _precision in ({}, BF16):
-        _edits(_stage, _precision)
-        _two_optimizers(_stage, _precision)
-for _stage in (1, 3):
-    _hooks_and_whole_gradients(_stage, BF16)
-_closed(1)
-_closed(3)
-_two_forwards(2)
-_two_forwards(3)
+@at_stages(1, 3, may_sync=("full/parameters.py",))
+def full_parameters(bench: Bench, config: Config) -> None:
+    """Whole parameters are edited and read between steps and an evaluation."""
+    engine = bench.start(bench.gpt(), **config)
+    bench.train(1)
+    with engine.unsharded(write_back=True), torch.no_grad():
+        engine.module.blocks[0].mlp[0].weight.mul_(0.5)
+    bench.train(1)
+    bench.evaluate()
+    bench.train(1)
+    engine.full_state_dict()
+    bench.train(1)
 
 
 @scenario()

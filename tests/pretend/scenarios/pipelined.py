@@ -69,30 +69,23 @@ for _stage in range(4):
     _add(f"pipeline_stage{_stage}", stage=_stage, num_ranks=4, precision=BF16, clip_grad_norm=1.0)
 for _schedule in ("gpipe", "interleaved", "zb-h1", "zbv", "varuna"):
     _add(f"pipeline_{_schedule.replace('-', '_')}", _schedule, stage=3, num_ranks=4, is_tied=True)
-_add(
-    "pipeline_chunks_host",
-    "zbv",
-    stage=2,
-    num_ranks=4,
-    offload={"optimizer": "cpu"},
-    precision=BF16,
-    is_tied=True,
-)
 _add("pipeline_of_4", "1f1b", pp=4, num_ranks=4, stage=0, is_tied=True)
-_add("pipeline_kept", stage=3, num_ranks=4, reshard_after_forward=False, precision=BF16)
 _add("pipeline_recompute", stage=3, num_ranks=4, recompute="unit", precision=BF16)
-for _name, _schedule, _tiers in (("late", "interleaved", {}), ("chunks_late", "zbv", {"parameters": "cpu"})):
+for _name, _schedule, _stage, _tiers in (
+    ("host", "1f1b", 2, {}),
+    ("late", "interleaved", 3, {}),
+    ("chunks_late", "zbv", 3, {"parameters": "cpu"}),
+):
     _add(
         f"pipeline_{_name}",
         _schedule,
-        stage=3,
+        stage=_stage,
         num_ranks=4,
         offload={"optimizer": "cpu"} | _tiers,
         precision=BF16,
         is_tied=True,
-        is_late=True,
+        is_late=_stage == 3,
     )
-_add("pipeline_host", stage=2, num_ranks=4, offload={"optimizer": "cpu"}, precision=BF16, is_tied=True)
 for _schedule, _stage in (
     ("pipedream", 3),
     ("pipemare", 2),
@@ -103,9 +96,7 @@ for _schedule, _stage in (
 ):
     _add(f"asynchronous_{_schedule}", _schedule, stage=_stage, num_ranks=4, precision=BF16)
 _add("asynchronous_of_4", "pipedream", pp=4, num_ranks=4, stage=1)
-_add(
-    "asynchronous_alone", "pb", stage=1, precision=BF16
-)  # forwards are bare, and full parameters follow steps
-_add("asynchronous_alone_versions", "pipedream", stage=0, precision=BF16)
+# Without data-parallel ranks forwards are bare, and full parameters follow steps.
+_add("asynchronous_alone", "pb", stage=1, precision=BF16)
 _add("asynchronous_alone_moved", "spectrain", stage=3, precision=BF16)
 _add("asynchronous_newest_host", "pb", num_ranks=4, stage=2, offload={"optimizer": "cpu"}, precision=BF16)

@@ -62,6 +62,20 @@ def _values(
         return losses + [value.clone() for value in engine.full_state_dict().values()]
 
 
+def _check_places(bench: Bench, offload: dict[str, Any]) -> None:
+    """States rest where the plan says; main parameters in the dtype of the computation may stay."""
+    engine, trace = bench.engine, bench.trace
+    for buffer in (b for b in engine._runtime.buffers if b.trainable and b.main.numel()):
+        plan = buffer.plan
+        for state in (state for p in buffer.sharded for state in engine.optimizer.state[p].values()):
+            if isinstance(state, Tensor) and state.dim() and state.numel():
+                assert trace.is_on_host(state) is (plan.state_tier is Tier.HOST)
+        stays = plan.main_dtype == plan.compute_dtype and "parameters" not in offload
+        assert trace.is_on_host(buffer.main) is (plan.main_tier is Tier.HOST)
+        if plan.state_tier is Tier.HOST and "device_fraction" not in offload:
+            assert trace.is_on_host(buffer.main) is not (stays and is_known(engine.optimizer))
+
+
 def _add(
     name: str,
     offload: dict[str, Any],
@@ -71,65 +85,46 @@ def _add(
     num_ranks: int = 2,
     near_bytes: int = pieces.NEAR_BYTES,
     may_sync: Iterable[str] = (),
-    late: bool = True,
     **config: Any,
 ) -> None:
-    """A scenario that trains a language model with and without offload, and compares all values.
+    """A scenario that trains a language model with offload, and then without on the CPU: values are the same.
 
-    Args:
-        late: False if no unit is to be stepped in a forward, where units may wait for one.
+    Its stage is 3, and it computes in bfloat16, if nothing else is said.
     """
+    config = {"stage": 3, "precision": BF16} | config
+    is_in_files, is_early = "nvme" in offload.values(), "step_in_backward" in offload
+    frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
+    is_late = frees and not is_early and train not in AT_ONCE
 
-    def run(bench: Bench) -> None:
-        with pytest.MonkeyPatch.context() as patch, stepped_late() as names:
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pieces, "NEAR_BYTES", near_bytes)
             patch.setattr(step, "_has_numba", lambda: False)  # numba, which steps on a CPU
             patch.setattr(rules, "root", torch.sqrt)  # the exact one of CPUs goes through NumPy
-            compare(bench, names)
+            yield
 
-    def compare(bench: Bench, names: list[str]) -> None:
-        is_in_files = "nvme" in offload.values()
+    def run(bench: Bench) -> None:
+        model = bench.gpt(4 if is_in_files or is_early else 2)  # more units than pieces of memory
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
-        is_early = "step_in_backward" in offload
-        frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
-        is_late = late and frees and not is_early
-        # More units than pieces of memory.
-        model = bench.gpt(5 if is_in_files or is_early else 2)
-        moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
-        used = {stream for stream, _ in bench.trace.kernels}
-        assert "to_host" in used, "gradients leave the device"
-        on_device = bench.engine._runtime.context.memory.piece_bytes
-        by_unit = steps_by_unit(bench.engine.optimizer, bench.engine._runtime.context.axes)
-        assert bool(names) is (is_late and by_unit), names
+        with patched(), stepped_late() as names:
+            moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
+        assert "to_host" in {stream for stream, _ in bench.trace.kernels}, "gradients leave the device"
+        made, context = bench.engine.optimizer, bench.engine._runtime.context
+        assert bool(context.memory.piece_bytes) is is_known(made), "who steps"
+        assert bool(names) is (is_late and steps_by_unit(made, context.axes)), names
         if not is_in_files:
-            check_places(bench)
-        assert bool(on_device) is is_known(bench.engine.optimizer), "who steps"
-        plain = _values(bench, model, train, optimizer, config)
-        with bench.trace.syncs_allowed():
+            _check_places(bench, offload)
+
+        def compare() -> None:
+            with patched():
+                plain = _values(bench, model, train, optimizer, config)
             assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
 
-    def check_places(bench: Bench) -> None:
-        """States rest where the plan says; main parameters in the dtype of the computation may stay."""
-        engine, trace = bench.engine, bench.trace
-        for buffer in (b for b in engine._runtime.buffers if b.trainable and b.main.numel()):
-            states = [state for p in buffer.sharded for state in engine.optimizer.state[p].values()]
-            plan = buffer.plan
-            for state in states:
-                if isinstance(state, Tensor) and state.dim() and state.numel():
-                    assert trace.is_on_host(state) is (plan.state_tier is Tier.HOST)
-            stays = plan.main_dtype == plan.compute_dtype and "parameters" not in offload
-            assert trace.is_on_host(buffer.main) is (plan.main_tier is Tier.HOST)
-            if plan.state_tier is Tier.HOST and "device_fraction" not in offload:
-                stays = stays and is_known(engine.optimizer)
-                assert trace.is_on_host(buffer.main) is not stays
+        bench.later.append(compare)
 
-    add(name, run, num_ranks=num_ranks, may_sync=may_sync)
-
-
-for _stage in (1, 2, 3):
-    _add(f"host_stage{_stage}", HOST, stage=_stage)
-    _add(f"host_stage{_stage}_bf16", HOST, stage=_stage, precision=BF16)
-_add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW)
+    syncs = NEW_STATES if near_bytes < pieces.NEAR_BYTES else ()
+    add(name, run, num_ranks=num_ranks, may_sync=(*may_sync, *syncs, *SYNCS.get(train, ())))
 
 
 def _clipped(bench: Bench) -> list[Tensor]:
@@ -178,10 +173,6 @@ def _in_batches(bench: Bench) -> list[Tensor]:
     return losses
 
 
-def _accumulated(bench: Bench) -> list[Tensor]:
-    return plainly(bench, 4)
-
-
 def _edited(bench: Bench) -> list[Tensor]:
     """Parameters are edited between steps and forwards, and shown whole, and read by name."""
     losses = []
@@ -210,19 +201,6 @@ def _shown(bench: Bench) -> list[Tensor]:
         losses += [parameter.clone().sum() for parameter in bench.engine.parameters()]
         losses.append(bench.loss(number).detach())
     return losses
-
-
-def _named(bench: Bench) -> list[Tensor]:
-    engine = bench.engine
-    name = next(name for name, parameter in engine.named_parameters() if len(parameter.full_shape) > 1)
-    for number in range(2):
-        engine.backward(bench.loss(number))
-        engine.set_full_gradient(name, engine.full_gradient(name) / 2)
-        engine.step()
-        engine.set_full_parameter(name, engine.full_parameter(name) * 0.5)
-        states = engine.full_optimizer_state(name)
-        engine.set_full_optimizer_state(name, {"exp_avg": states["exp_avg"] * 0.5})
-    return plainly(bench, 1)
 
 
 def _saved(bench: Bench) -> list[Tensor]:
@@ -258,14 +236,6 @@ def _interrupted(bench: Bench) -> list[Tensor]:
         bench.engine.backward(bench.loss(number))
         bench.engine.step()
     return losses
-
-
-def _with_a_late_state(bench: Bench) -> list[Tensor]:
-    """The third step adds a state to parameters, and damps all later gradients."""
-    losses = plainly(bench, 2)
-    for group in bench.engine.optimizer.param_groups:
-        group.update(momentum=0.9, dampening=0.5)
-    return losses + plainly(bench)
 
 
 def _with_swapped_states(bench: Bench) -> list[Tensor]:
@@ -305,15 +275,6 @@ def _forgotten(bench: Bench) -> list[Tensor]:
         bench.engine.step()
         bench.engine.set_gradient_accumulation_steps(2) if number == 1 else None
     return [loss.detach() for loss in losses]
-
-
-def _edited_after_forwards(bench: Bench) -> list[Tensor]:
-    """Parameters are edited after a second forward, which found all units gathered by the first one."""
-    graphs = [bench.loss(number) for number in range(2)]
-    with torch.no_grad():
-        for parameter in bench.engine.parameters():
-            parameter.mul_(0.9)
-    return [loss.detach() for loss in graphs] + plainly(bench, 1)
 
 
 def _in_a_plain_loop(bench: Bench) -> list[Tensor]:
@@ -432,305 +393,108 @@ def _fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-_EARLY = {"step_in_backward": True}
-_MOST_ON_DEVICE = {**HOST, "device_fraction": 0.7}
-"""The root stays on the device, and one block of five."""
-_WHOLE = {"parameters": "cpu", **HOST}
-_SOME = {"device_fraction": 0.3}
-"""The parameters of the first units stay on the device."""
-_SAVES = ("zeroshard/checkpoint/",)
-_FRACTION = {**HOST, "device_fraction": 0.5}
-_FULL = ("full/parameters.py", "sharding/buffer.py(write)")
+def _lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return LAMB(parameters, lr=1e-3)
 
-_add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
-for _num_ranks in (1, 2):
-    _add(f"host_plain_loop_{_num_ranks}", HOST, _in_a_plain_loop, stage=3, num_ranks=_num_ranks)
-for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE)):
-    _add(
-        f"{_name}_gradients_read_once",
-        _offload,
-        _gradients_read_once,
-        stage=3,
-        precision=NARROW,
-        near_bytes=4096,
-        may_sync=NEW_STATES,
-    )
+
+_EARLY = {"step_in_backward": True}
+_WHOLE = {"parameters": "cpu", **HOST}
+_FRACTION = {**HOST, "device_fraction": 0.5}
+AT_ONCE = (_edited, _shown)
+"""Trainings in which no unit is stepped in a forward."""
+SYNCS = {
+    _clipped: READS_FACTOR,
+    _saved: ("zeroshard/checkpoint/",),
+    _interrupted: ("zeroshard/checkpoint/",),
+    _shown: ("full/parameters.py", "sharding/buffer.py(write)"),
+    _looked_at: ("full/parameters.py", "sharding/buffer.py(write)"),
+    _with_swapped_states: ("pretend/scenarios/tiers.py",),
+    _with_stale_copies: ("pretend/scenarios/tiers.py",),
+}
+"""Where the host may wait for the device in a training."""
+
+_add("host_stage1_bf16", HOST, stage=1)
+_add("host_stage3", HOST, precision={})
+_add("host_stage3_bf16", HOST)
+_add("host_stage3_bf16_main", HOST, precision=NARROW)
+_add("host_clip_accumulate", _WHOLE, precision=NARROW, gradient_accumulation_steps=2, clip_grad_norm=0.01)
+_add("fraction_clip", _FRACTION, clip_grad_norm=0.01)
+_add("fraction_skips", _FRACTION, _overflowing, precision={}, nonfinite="skip", may_sync=READS_NORM)
+_add("fraction_lamb", _FRACTION, optimizer=_lamb, precision={}, may_sync=("optim/layerwise.py",))
+_add("parameters_on_host", _WHOLE, precision={})
+_add("files_stage1", FILES, stage=1)
+_add("files_stage3", FILES, precision={})
+_add("files_stage3_clip", {**FILES, "parameters": "cpu"}, precision=NARROW, clip_grad_norm=0.01)
+for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
+    _add(f"{_name}_edited", _offload, _edited)
+    _add(f"{_name}_shown", _offload, _shown)
+    _add(f"{_name}_saved", _offload, _saved)
+_add("host_edited_stage1", HOST, _edited, stage=1)
+_add("host_gradients_forgotten", _WHOLE, _forgotten, precision=NARROW, gradient_accumulation_steps=2)
+_add("host_saved_fused", HOST, _saved, optimizer=_fused, precision={})
+_add("host_saved_stepped_in_backward", HOST | _EARLY, _saved, optimizer=_fused)
 for _ranks in (1, 2):
+    _add(f"host_plain_loop_{_ranks}", HOST, _in_a_plain_loop, num_ranks=_ranks, precision={})
+    _add(f"host_looked_at_{_ranks}", HOST, _looked_at, num_ranks=_ranks, precision=NARROW, near_bytes=4096)
+    _add(f"host_batches_{_ranks}", HOST, _in_batches, num_ranks=_ranks, precision=NARROW)
     _add(
-        f"host_looked_at_{_ranks}",
-        HOST,
-        _looked_at,
-        stage=3,
+        f"parameters_on_host_frozen_for_a_step_{_ranks}",
+        _WHOLE | _EARLY,
+        _frozen_for_a_step,
         num_ranks=_ranks,
         precision=NARROW,
-        may_sync=(*_FULL, *NEW_STATES),
-        near_bytes=4096,
     )
-_add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
-for _stage in (2, 3):
-    _add(
-        f"host_stage{_stage}_clip_accumulate",
-        _WHOLE if _stage == 3 else HOST,
-        _accumulated,
-        stage=_stage,
-        precision=NARROW,
-        gradient_accumulation_steps=2,
-        clip_grad_norm=0.01,
-        may_sync=READS_FACTOR if _stage == 2 else (),
-    )
-    _add(
-        f"fraction_stage{_stage}_clip",
-        _FRACTION,
-        stage=_stage,
-        precision=BF16,
-        clip_grad_norm=0.01,
-        may_sync=READS_FACTOR if _stage == 2 else (),
-    )
-for _name, _precision in (("", {}), ("_bf16", BF16), ("_bf16_main", NARROW)):
-    _add(f"parameters_on_host{_name}", _WHOLE, stage=3, precision=_precision)
-_add("parameters_on_host_one_rank", _WHOLE, stage=3, precision=BF16, num_ranks=1)
-for _name, _how, _train in (
-    ("", {}, plainly),
-    ("_edited", {}, _with_stale_copies),
-    ("_stepped_in_backward", {"step_in_backward": True}, plainly),
-):
-    _add(
-        f"parameters_on_host_in_pieces{_name}",
-        _WHOLE | _how,
-        _train,
-        near_bytes=2048,
-        stage=3,
-        precision=BF16,
-        may_sync=(*NEW_STATES, "tests/pretend/scenarios"),
-    )
-for _name, _how in (("", {}), ("_stepped_in_backward", _EARLY)):
-    _add(
-        f"some_parameters_on_host{_name}",
-        _WHOLE | _SOME | _how,
-        _saved,
-        stage=3,
-        precision=NARROW,
-        may_sync=_SAVES,
-    )
+_add("files_batches", FILES, _in_batches)
+_add("host_gradients_read_once", HOST, _gradients_read_once, precision=NARROW, near_bytes=4096)
 _add(
-    "parameters_on_host_accumulate",
-    _WHOLE,
-    _accumulated,
-    stage=3,
-    precision=BF16,
-    gradient_accumulation_steps=2,
+    "parameters_on_host_gradients_read_once", _WHOLE, _gradients_read_once, precision=NARROW, near_bytes=4096
 )
-_add("files_stage1", FILES, stage=1, precision=BF16)
-_add("files_stage3", FILES, stage=3)
+_add("host_clipped", HOST, _clipped)
+_add("parameters_on_host_clipped", _WHOLE, _clipped)
+_add("host_lamb_alone", HOST, optimizer=_lamb, num_ranks=1, may_sync=("optim/layerwise.py",))
 _add(
-    "files_stage3_clip",
-    {**FILES, "parameters": "cpu"},
-    stage=3,
-    precision=NARROW,
-    clip_grad_norm=0.01,
-)
-for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
-    _add(f"{_name}_edited", _offload, _edited, stage=3, precision=BF16, late=False)
-    _add(f"{_name}_shown", _offload, _shown, stage=3, precision=BF16, may_sync=_FULL, late=False)
-    _add(
-        f"{_name}_named",
-        _offload,
-        _named,
-        stage=3,
-        precision=BF16,
-        late=False,
-        may_sync=("full/parameters.py", "zeroshard/byname.py"),
-    )
-    _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
-_add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
-_add("files_stepped_in_backward", FILES | _EARLY, stage=3, precision=BF16)
-_add(
-    "files_read_in_backward",
-    FILES | {"parameters": "cpu"} | _EARLY,
-    _with_readers,
-    stage=3,
-    precision=BF16,
-)
-_add(
-    "files_stepped_in_backward_accumulate",
-    FILES | _EARLY,
-    _accumulated,
-    stage=3,
-    precision=BF16,
-    gradient_accumulation_steps=2,
-)
-for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE)):
-    _add(f"{_name}_clipped", _offload, _clipped, stage=3, precision=BF16, may_sync=READS_FACTOR)
-for _ranks in (1, 2):
-    _add(f"host_batches_{_ranks}", HOST, _in_batches, stage=3, num_ranks=_ranks, precision=NARROW)
-_add(
-    "parameters_on_host_batches_accumulate",
-    _WHOLE,
-    _in_batches,
-    late=False,
-    stage=3,
-    precision=NARROW,
-    gradient_accumulation_steps=2,
-)
-_add("files_batches", FILES, _in_batches, stage=3, precision=BF16)
-_add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
-_add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
-_add(
-    "stepped_in_backward_accumulate",
+    "host_lamb_alone_in_backward",
     HOST | _EARLY,
-    _accumulated,
-    stage=3,
-    precision=BF16,
-    gradient_accumulation_steps=2,
+    optimizer=_lamb,
+    num_ranks=1,
+    may_sync=("optim/layerwise.py",),
 )
-_add("stepped_in_backward_evaluated", FILES | _EARLY, _evaluated, stage=3, precision=BF16)
-_add("host_stepped_in_backward_one_rank", HOST | _EARLY, stage=3, num_ranks=1, precision=NARROW)
+
+# -- steps in the backward -----------------------------------------------------------------------------------
+
+_add("files_stepped_in_backward", FILES | _EARLY)
+_add("files_read_in_backward", FILES | {"parameters": "cpu"} | _EARLY, _with_readers)
+_add("stepped_in_backward_evaluated", FILES | _EARLY, _evaluated)
+_add("host_stepped_in_backward", HOST | _EARLY, _with_readers)
+_add("host_stepped_in_backward_one_rank", HOST | _EARLY, num_ranks=1, precision=NARROW)
 _add(
-    "parameters_on_host_stepped_in_backward",
-    _WHOLE | _EARLY,
-    _accumulated,
-    stage=3,
-    precision=NARROW,
-    gradient_accumulation_steps=2,
+    "parameters_on_host_stepped_in_backward", _WHOLE | _EARLY, precision=NARROW, gradient_accumulation_steps=2
 )
-_add(
-    "host_in_parts",
-    HOST,
-    _saved,
-    near_bytes=1 << 15,
-    stage=3,
-    precision=BF16,
-    may_sync=("zeroshard/checkpoint/",),
-)
-_add(
-    "host_in_pieces",
-    HOST,
-    _saved,
-    near_bytes=2048,
-    stage=3,
-    precision=BF16,
-    clip_grad_norm=0.01,
-    may_sync=("zeroshard/checkpoint/", *NEW_STATES),
-)
-_add(
-    "host_in_pieces_swapped_states",
-    HOST,
-    _with_swapped_states,
-    near_bytes=2048,
-    stage=3,
-    precision=BF16,
-    may_sync=(*NEW_STATES, "pretend/scenarios/tiers.py"),
-)
-_add(
-    "files_in_pieces",
-    FILES,
-    near_bytes=2048,
-    stage=3,
-    precision=BF16,
-    may_sync=NEW_STATES,
-)
-_add(
-    "files_in_pieces_stepped_in_backward",
-    FILES | {"parameters": "cpu"} | _EARLY,
-    near_bytes=2048,
-    stage=3,
-    precision=BF16,
-    may_sync=NEW_STATES,
-)
-_add(
-    "host_in_pieces_stepped_in_backward",
-    HOST | _EARLY,
-    optimizer=_fused,
-    near_bytes=2048,
-    stage=3,
-    precision=BF16,
-    may_sync=NEW_STATES,
-)
-for _name, _early in (("", {}), ("_in_backward", _EARLY)):
-    _add(
-        f"host_in_pieces_interrupted{_name}",
-        HOST | _early,
-        _interrupted,
-        near_bytes=2048,
-        stage=3,
-        precision=BF16,
-        may_sync=("zeroshard/checkpoint/", *NEW_STATES),
-    )
-_add(
-    "host_in_pieces_late_state",
-    HOST,
-    _with_a_late_state,
-    optimizer=lambda p: torch.optim.SGD(p, 0.05),
-    near_bytes=1024,
-    stage=3,
-    precision=NARROW,
-    may_sync=NEW_STATES,
-)
+_add("fraction_stepped_in_backward", _WHOLE | {"device_fraction": 0.3} | _EARLY, _saved, precision=NARROW)
+_add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step)
+
+# -- steps in pieces -----------------------------------------------------------------------------------------
+
+_add("parameters_on_host_in_pieces", _WHOLE, near_bytes=2048)
+_add("parameters_on_host_in_pieces_edited", _WHOLE, _with_stale_copies, near_bytes=2048)
+_add("parameters_on_host_in_pieces_stepped_in_backward", _WHOLE | _EARLY, near_bytes=2048)
+_add("host_in_parts", HOST, _saved, near_bytes=1 << 15)
+_add("host_in_pieces", HOST, _saved, near_bytes=2048, clip_grad_norm=0.01)
+_add("host_in_pieces_swapped_states", HOST, _with_swapped_states, near_bytes=2048)
+_add("files_in_pieces", FILES, near_bytes=2048)
+_add("files_in_pieces_stepped_in_backward", FILES | {"parameters": "cpu"} | _EARLY, near_bytes=2048)
+_add("host_in_pieces_stepped_in_backward", HOST | _EARLY, optimizer=_fused, near_bytes=2048)
+_add("host_in_pieces_interrupted", HOST, _interrupted, near_bytes=2048)
+_add("host_in_pieces_interrupted_in_backward", HOST | _EARLY, _interrupted, near_bytes=2048)
 _add(
     "host_8bit",
     HOST | _EARLY,
     _saved,
     optimizer=lambda p: AdamW8bit(p, 1e-3, min_8bit_size=512),
     near_bytes=1024,
-    stage=3,
     precision=NARROW,
-    may_sync=("zeroshard/checkpoint/", "zeroshard/optim/eightbit/", *NEW_STATES),
+    may_sync=("zeroshard/optim/eightbit/",),
 )
-_add(
-    "host_saved_fused",
-    HOST,
-    _saved,
-    optimizer=_fused,
-    stage=3,
-    may_sync=("zeroshard/checkpoint/",),
-)
-_add(
-    "host_saved_stepped_in_backward",
-    HOST | _EARLY,
-    _saved,
-    optimizer=_fused,
-    stage=3,
-    precision=BF16,
-    may_sync=("zeroshard/checkpoint/",),
-)
-_add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step, stage=3, precision=BF16)
-for _ranks in (1, 2):
-    _add(
-        f"parameters_on_host_frozen_for_a_step_{_ranks}",
-        _WHOLE | _EARLY,
-        _frozen_for_a_step,
-        stage=3,
-        num_ranks=_ranks,
-        precision=NARROW,
-    )
-_add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
-_add(
-    "parameters_on_host_kept",
-    _WHOLE,
-    _edited_after_forwards,
-    stage=3,
-    reshard_after_forward=False,
-    late=False,
-)
-_add("host_gradients_forgotten", _WHOLE, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
-_add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
-_add(
-    "fraction_lamb",
-    _FRACTION,
-    optimizer=lambda p: LAMB(p, 1e-3),
-    stage=3,
-    may_sync=("optim/layerwise.py",),
-)
-for _name, _early in (("", {}), ("_in_backward", _EARLY)):
-    _add(
-        f"host_lamb_alone{_name}",
-        HOST | _early,
-        optimizer=lambda p: LAMB(p, 1e-3),
-        num_ranks=1,
-        stage=3,
-        precision=BF16,
-        may_sync=("optim/layerwise.py",),
-    )
 
 
 @scenario(num_ranks=1)
@@ -771,36 +535,6 @@ def host_gradients_are_held(bench: Bench) -> None:
                 gradient.zero_()
     bench.loss(4).backward()
     assert all(gradient.isfinite().all() for gradient in held)
-
-
-class _Reversed(nn.Module):
-    """Calls its blocks in another order than it has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 32), nn.Linear(32, 7)) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in reversed(self.blocks):
-            x = x + block(x)
-        return x
-
-
-@scenario()
-def host_read_in_order_of_use(bench: Bench) -> None:
-    """Values of a step that waits are read ahead in the order of forwards."""
-    bench.start(_Reversed(), stage=3, units=["Sequential"], precision=NARROW, offload=_WHOLE)
-    bench.train_on(3)
-    ahead: list[bool] = []
-
-    def noted(pieces: HostPieces, parcel: Any, fetch: Callable[..., Any] = HostPieces.fetch) -> Any:
-        ahead.append(any(parcel is one for one, _ in pieces._ahead))
-        return fetch(pieces, parcel)
-
-    with mock.patch.object(HostPieces, "fetch", noted):
-        bench.train_on(2)
-    assert ahead
-    assert all(ahead), ahead
 
 
 @contextmanager
@@ -854,7 +588,7 @@ def host_read_in_backward(bench: Bench) -> None:
     assert len(seen) == 10, held
 
 
-@scenario(may_sync=_SAVES)
+@scenario(may_sync=SYNCS[_saved])
 def host_backward_fails(bench: Bench) -> None:
     """A hook ends a backward that has stepped units, with values on their way; a checkpoint is loaded."""
     bench.start(bench.gpt(5), stage=3, precision=NARROW, offload={**_WHOLE, **_EARLY})

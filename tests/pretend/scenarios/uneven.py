@@ -1,4 +1,4 @@
-"""Ranks that go different ways, blocks of different sizes, calls out of the ordinary order."""
+"""Ranks that go different ways, and calls out of the ordinary order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, add, scenario
-from tests.pretend.scenarios.models import Adapted, Funnel, PartlyFrozen, Residual, Routed
+from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
 
 Cuts = Callable[[int, int], Collection[int]]
@@ -22,10 +22,6 @@ def _cuts_differ(rank: int, step: int) -> Collection[int]:
 
 def _many_cuts_differ(rank: int, step: int) -> Collection[int]:
     return ((), (1, 2, 4))[(rank + step) % 2]
-
-
-def _one_cut_differs(rank: int, step: int) -> Collection[int]:
-    return (4,) if rank and step else ()
 
 
 def _same_cuts(rank: int, step: int) -> Collection[int]:
@@ -45,23 +41,8 @@ _branches("stage2", _cuts_differ, stage=2)
 _branches("stage3", _cuts_differ, stage=3)
 _branches("stage3_many", _many_cuts_differ, stage=3)
 _branches("stage3_prefetch2", _many_cuts_differ, stage=3, num_prefetch=2)
-_branches("stage3_prefetch0", _many_cuts_differ, stage=3, num_prefetch=0)
 _branches("stage3_recompute", _many_cuts_differ, stage=3, recompute="unit")
-_branches("stage3_one", _one_cut_differs, stage=3)
 _branches("stage3_same", _same_cuts, stage=3)
-
-for _stage in (2, 3):
-
-    def _routed(bench: Bench, stage: int = _stage) -> None:
-        bench.start(Routed(), stage=stage)
-        bench.train_on(3, lambda step: bench.rank if step else 0)
-
-    def _sizes(bench: Bench, stage: int = _stage) -> None:
-        bench.start(Funnel(), stage=stage, units=["Sequential"], precision=BF16)
-        bench.train_on(3)
-
-    add(f"experts_stage{_stage}", _routed)
-    add(f"sizes_differ_stage{_stage}", _sizes)
 
 
 @scenario()
@@ -75,25 +56,6 @@ def order_changes(bench: Bench) -> None:
 def order_differs_stage2(bench: Bench) -> None:
     bench.start(Residual(5), stage=2)
     bench.train_on(4, lambda step: (), lambda step: [0, 1, 2, 3, 4] if bench.rank else [0, 3, 2, 1, 4])
-
-
-@scenario()
-def frozen(bench: Bench) -> None:
-    bench.start(PartlyFrozen(), stage=3)
-    bench.train_on(3)
-
-
-@scenario()
-def frozen_branches(bench: Bench) -> None:
-    bench.start(PartlyFrozen(), stage=3)
-    bench.train_on(3, lambda step: bool(bench.rank))
-
-
-@scenario()
-def adapters(bench: Bench) -> None:
-    """Each unit has two buffers: one is frozen, one is trained."""
-    bench.start(Adapted(), stage=3, precision=BF16)
-    bench.train_on(3)
 
 
 @scenario()
@@ -147,21 +109,6 @@ def _exceptions(stage: int) -> Callable[[Bench], None]:
 
 for _stage in (1, 2, 3):
     add(f"exceptions_stage{_stage}", _exceptions(_stage))
-
-
-@scenario()
-def prefetched_in_vain(bench: Bench) -> None:
-    """A forward ends in an exception while a gather is under way, and forward begins again."""
-    model = bench.gpt(5)
-    blows = fused(model, model.blocks[1])
-    bench.start(model, stage=3, num_prefetch=2, precision=BF16)
-    bench.train(2)
-    blows.add("forward")
-    try:
-        bench.loss(9)
-    except LookupError:
-        blows.clear()
-    bench.train(2, first=20)
 
 
 @scenario()

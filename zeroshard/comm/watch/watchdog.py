@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import starmap
 from textwrap import shorten
 
 import torch
@@ -47,9 +46,8 @@ from zeroshard.comm.watch.status import (
 _MAX_PAUSE_S = 1.0
 _PAUSES_PER_LIMIT = 5
 _SILENT_PAUSES, _MIN_SILENCE_S = 3, 1.0
-"""A rank without a heartbeat for so many pauses, and so many seconds, has died or is stopped."""
-_MIN_PATIENCE_PAUSES, _MIN_PATIENCE_S = 2, 1.0
-"""A rank that waits longer sends its last collectives to the others, and compares."""
+"""A rank without a heartbeat for so many pauses, and so many seconds, has died or is stopped. One that waits
+longer sends its last collectives to the others, and compares."""
 _GRACE_S = 2.0
 """Seconds that the main thread has to raise an error by itself."""
 _BUSY_PAUSE_S = 0.05
@@ -159,10 +157,6 @@ class Watchdog:
     def _silence_s(self) -> float:
         return max(_SILENT_PAUSES * self._pause_s, _MIN_SILENCE_S)
 
-    @property
-    def _patience_s(self) -> float:
-        return max(_MIN_PATIENCE_PAUSES * self._pause_s, _MIN_PATIENCE_S)
-
     def _run(self) -> None:
         reported_at = math.inf
         while not self._may_close():
@@ -204,7 +198,7 @@ class Watchdog:
             elif store.check([_ALARM]):
                 self._alarm = store.get(_ALARM).decode()
             self._beat += 1
-            own = ending or self.rank_status.message(self._patience_s)
+            own = ending or self.rank_status.message(self._silence_s)
             store.set(str(self._rank), json.dumps(own._replace(beat=self._beat)))
             if ending is not None and self._rank != 0:
                 self._store = None  # rank 0 may end now
@@ -231,7 +225,7 @@ class Watchdog:
 
     def _statuses(self) -> dict[int, Status | None]:
         """Return the last status of each rank, with the present one of this rank."""
-        return self._heard | {self._rank: self.rank_status.message(self._patience_s)}
+        return self._heard | {self._rank: self.rank_status.message(self._silence_s)}
 
     def _reason(self, limit_s: float) -> str | None:
         """Return the reason of this rank for an alarm; None if it has none."""
@@ -243,21 +237,16 @@ class Watchdog:
 
     def _collect_report(self) -> None:
         """Read the status of all ranks, once each has sent one after it read the alarm, or is silent."""
-        everyone = range(self._size)
+        everyone, num_extra = range(self._size), 0
         self._exchange(everyone)
         beats = {rank: 2 + one.beat for rank, one in self._heard.items() if one is not None}
-
-        def is_awaited(rank: int, status: Status | None) -> bool:
-            if status is None or rank == self._rank or self._is_over(status):
-                return False
-            return status.beat < beats.get(rank, 2)
-
-        num_extra = 0
         while num_extra < _EXTRA_BEATS:
             self._pause()
             self._exchange(everyone)
             num_extra += self._report is not None
-            if self._report is None and not any(starmap(is_awaited, self._heard.items())):
+            heard = [(rank, one) for rank, one in self._heard.items() if one is not None]
+            is_complete = all(self._is_over(one) or one.beat >= beats.get(rank, 2) for rank, one in heard)
+            if self._report is None and is_complete:
                 self._report = report(self._statuses(), self._silence_s)
         self._has_report.set()
 
@@ -350,9 +339,8 @@ class Waits:
             text = f"{self.who} gave up in the {label}, because a rank has raised an alarm"
         self.rank_status.is_interrupted = True
         if self.watchdog is not None:
-            wait = self.rank_status.wait
-            if wait is None:  # the connection was closed before: for the others this rank is in it as well
-                self.rank_status.wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
+            wait = self.rank_status.wait  # None if the connection was closed before: the others wait, too
+            self.rank_status.wait = wait or Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
             text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"
             self.rank_status.wait = wait
         return RuntimeError(text)
