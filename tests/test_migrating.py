@@ -26,21 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import zeroshard
+from tests.migrating import SECTIONS, TEXT, blocks
 from zeroshard import Config
 
-TEXT = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
-_, *PARTS = re.split(r"\n## From (.*)\n", TEXT)
-SECTIONS = dict(zip(PARTS[::2], PARTS[1::2], strict=True))
 FROM_DDP, FROM_DEEPSPEED, FROM_FSDP2 = (
     SECTIONS[name] for name in ("DistributedDataParallel", "DeepSpeed", "FSDP2")
 )
-
-
-def blocks(text, first_line):
-    """The Python blocks that begin with a comment."""
-    return re.findall(rf"```python\n# {first_line}\n(.*?)```", text, re.DOTALL)
-
-
 (DS_CONFIG,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -62,19 +62,13 @@ def train_batches(engine: Engine, batches: Iterable[Any], num_batches: int | Non
         [num_batches], the loss of each batch as `train_batch` returns it.
 
     Raises:
-        ValueError: there are fewer batches, or `batches` has no length and `num_batches` is None; see
-            `train_batch`.
+        ValueError: there are fewer batches; see `train_batch`.
+        TypeError: `batches` has no length and `num_batches` is None.
         RuntimeError: see `train_batch`.
     """
     _check_batch(engine, "train_batches()")
-    number = num_batches
-    if number is None:
-        if not isinstance(batches, Sized):
-            raise ValueError(
-                f"train_batches(): expected num_batches, as {type(batches).__name__} has no length"
-            )
-        number = len(batches)
-    if type(number) is not int or number < 1:
+    number = len(batches) if num_batches is None else num_batches  # type: ignore[arg-type]
+    if number < 1:
         raise ValueError(f"train_batches(): expected at least 1 batch, got {number!r}")
     taken, pipeline = iter(batches), engine._pipeline
     if pipeline is None or pipeline.method is None:

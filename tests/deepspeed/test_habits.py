@@ -64,7 +64,7 @@ def accumulate(stage):
     with engine.unsharded():
         plain.load_state_dict(engine.module.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    taken, errors = [], []
+    taken = []
     for number in range(6):
         engine.set_gradient_accumulation_boundary(number % 3 == 2)
         engine.backward(engine(numbers(number, 5, 7)).square().mean() / 3, scale_wrt_gas=False)
@@ -74,25 +74,23 @@ def accumulate(stage):
         if number % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"train_batch\(\) counts"):
         engine.train_batch(1)
-    errors.append(str(caught.value))
     engine.set_gradient_accumulation_boundary(None)
     with engine.unsharded():
         differences = [
             (mine - theirs).abs().max().item()
             for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True)
         ]
-    return taken, engine.is_gradient_accumulation_boundary(), max(differences), errors
+    return taken, engine.is_gradient_accumulation_boundary(), max(differences)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_script_may_tell_where_a_step_ends_and_divide_the_loss_itself(ranks, stage):
-    for taken, counts_two, difference, errors in ranks(2, accumulate, stage):
+    for taken, counts_two, difference in ranks(2, accumulate, stage):
         assert taken == [False, False, True] * 2
         assert not counts_two
         assert difference < 1e-6
-        assert "train_batch() counts" in errors[0]
 
 
 def attributes():
@@ -100,18 +98,17 @@ def attributes():
     engine = start(3)
     facts = [engine.hidden_size == 8, engine.describe() == "a net", engine.layer is engine.module.layer]
     facts += [not hasattr(engine, "vocabulary"), engine.module.config == {"pad_token_id": 5}]
-    attempts = (
-        lambda: engine.config.pad_token_id,
-        lambda: engine.vocabulary,
-        lambda: engine.encode(numbers(0, 5, 7)),
-    )
-    return facts, [caught(attempt) for attempt in attempts]
+    return facts, [
+        caught(lambda: engine.config.pad_token_id),
+        caught(lambda: engine.vocabulary),
+        caught(engine.encode, numbers(0, 5, 7)),
+    ]
 
 
 def test_any_other_name_is_the_models_and_its_methods_do_not_compute_with_slices(ranks):
     for facts, (config, missing, computing) in ranks(2, attributes):
         assert all(facts)
-        assert "engine.module.config" in config
+        assert "'Config' object has no attribute 'pad_token_id'" in config
         assert "'vocabulary'" in missing
         assert "'layer.weight'" in computing
         assert "register_forward_method" in computing

@@ -9,7 +9,7 @@ import torch
 
 import zeroshard
 from zeroshard import Config, Offload, Precision
-from zeroshard.deepspeed.translate import HARMLESS, IGNORED, MAPPED, NO_EQUIVALENT
+from zeroshard.deepspeed.translate import IGNORED, MAPPED, NO_EQUIVALENT
 
 QUIET = {"gradient_clipping": 0}  # given, so nothing has to be said about it
 
@@ -46,6 +46,16 @@ def refusal(config):
 
 BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip")
 """DeepSpeed 0.19.6 leaves out a step with gradients that are not finite."""
+NVME = {"device": "nvme", "nvme_path": "/local"}
+SCALES = ({}, "dynamic"), ({"loss_scale": 0}, "dynamic"), ({"loss_scale": 128}, 128.0)
+
+
+def half(scale):
+    return Config(stage=0, precision=Precision(param_dtype=torch.float16, loss_scale=scale))
+
+
+def zero(section):
+    return {"zero_optimization": {"stage": 3, **section}}
 
 
 @pytest.mark.parametrize(
@@ -64,8 +74,7 @@ BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip"
         ({"bfloat16": {"enabled": True, "check_grad_overflow": True}}, BF16),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, replace(BF16, nonfinite="report")),
         ({"bf16": {"enabled": False, "check_grad_overflow": True}}, Config(stage=0)),
-        ({"bf16": {"enabled": False}, "fp16": {"enabled": False, "loss_scale": 8}}, Config(stage=0)),
-        ({"fp16": {"loss_scale": 128}}, Config(stage=0)),
+        ({"bf16": {"enabled": False}, "fp16": {"loss_scale": 8}}, Config(stage=0)),
         (
             {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
             replace(BF16, precision=Precision(param_dtype="bf16", reduce_dtype="bf16")),
@@ -77,53 +86,29 @@ BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip"
         ({"data_types": {"param_dtype": "fp32"}}, Config(stage=0, precision=Precision(param_dtype="fp32"))),
         ({"compile": {"deepcompile": True}}, Config(stage=0, compile=True)),
         ({"tensor_parallel": {"autotp_size": 4}}, Config(stage=0, mesh=zeroshard.Mesh(tp=4))),
-        ({"tensor_parallel": {"autotp_size": 0}}, Config(stage=0)),
+        ({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1}, Config(stage=0)),
+        *(({"fp16": {"enabled": True, **given}}, half(scale)) for given, scale in SCALES),
+        (zero({"offload_optimizer": {"device": "none"}, "offload_param": None}), Config()),
+        (
+            zero({"offload_optimizer": {"device": "cpu", "ratio": 0.75}}),
+            Config(offload=Offload(optimizer="cpu", device_fraction=0.25)),
+        ),
+        (
+            zero({"offload_optimizer": NVME, "offload_param": NVME}),
+            Config(offload=Offload(optimizer="nvme", parameters="nvme", nvme_path="/local")),
+        ),
+        (zero({"zero_hpz_partition_size": 8}), Config(reshard_after_forward=8)),
+        (zero({"zero_hpz_partition_size": 1, "mics_shard_size": -1}), Config()),
+        (zero({"mics_shard_size": 4}), Config(shard_group_size=4)),
+        ({"activation_checkpointing": {"cpu_checkpointing": False}}, Config(stage=0)),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": None}},
+            Config(stage=0, recompute="unit", offload=Offload(activations="cpu")),
+        ),
     ],
 )
 def test_a_key_says_what_it_says_in_deepspeed(config, expected):
     assert read(config) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "scale"), [({}, "dynamic"), ({"loss_scale": 0}, "dynamic"), ({"loss_scale": 128}, 128.0)]
-)
-def test_a_loss_scale_of_0_is_dynamic(given, scale):
-    precision = read({"fp16": {"enabled": True, **given}}).precision
-    assert precision == Precision(param_dtype=torch.float16, loss_scale=scale)
-
-
-NVME = {"device": "nvme", "nvme_path": "/local"}
-
-
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        ({"offload_optimizer": {"device": "cpu"}}, {"offload": Offload(optimizer="cpu")}),
-        ({"offload_optimizer": {"device": "none"}, "offload_param": None}, {}),
-        (
-            {"offload_optimizer": {"device": "cpu", "ratio": 0.75}},
-            {"offload": Offload(optimizer="cpu", device_fraction=0.25)},
-        ),
-        (
-            {"offload_optimizer": NVME, "offload_param": NVME},
-            {"offload": Offload(optimizer="nvme", parameters="nvme", nvme_path="/local")},
-        ),
-        ({"zero_hpz_partition_size": 8}, {"reshard_after_forward": 8}),
-        ({"zero_hpz_partition_size": 1}, {}),
-        ({"mics_shard_size": 4}, {"shard_group_size": 4}),
-        ({"mics_shard_size": -1}, {}),
-    ],
-)
-def test_devices_are_tiers_and_groups_keep_their_sizes(zero, expected):
-    assert read({"zero_optimization": {"stage": 3, **zero}}) == Config(stage=3, **expected)
-
-
-def test_activation_checkpointing_that_asks_for_something_recomputes_units():
-    section = {"partition_activations": False, "cpu_checkpointing": False, "number_checkpoints": None}
-    assert read({"activation_checkpointing": section}).recompute == "none"
-    assert read({"activation_checkpointing": section | {"partition_activations": True}}).recompute == "unit"
-    on_cpu = read({"activation_checkpointing": section | {"cpu_checkpointing": True}})
-    assert on_cpu == Config(stage=0, recompute="unit", offload=Offload(activations="cpu"))
 
 
 def test_a_file_says_the_same_as_its_dict(tmp_path):
@@ -148,6 +133,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
         ({TRAIN: 32, MICRO: 4, STEPS: 2}, 4, 2),
         ({TRAIN: 32, MICRO: 4}, 4, 2),
         ({TRAIN: 32, STEPS: 2}, 4, 2),
+        ({TRAIN: 32, STEPS: 2, "tensor_parallel": {"autotp_size": 2}}, 8, 2),
         ({TRAIN: 32}, 8, 1),
         ({MICRO: 4}, 4, 1),
         ({STEPS: 4}, 1, 4),
@@ -157,11 +143,6 @@ def test_a_global_batch_is_divided_over_the_ranks_of_torchrun(monkeypatch, given
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = read(given)
     assert (config.micro_batch_size, config.gradient_accumulation_steps) == (micro_batch_size, steps)
-
-
-def test_tensor_parallel_ranks_share_a_batch(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert read({TRAIN: 32, STEPS: 2, "tensor_parallel": {"autotp_size": 2}}).micro_batch_size == 8
 
 
 @pytest.mark.parametrize("given", [{TRAIN: 32, MICRO: 4, STEPS: 4}, {TRAIN: 32, MICRO: 5}, {TRAIN: 2}])
@@ -206,9 +187,7 @@ def test_sections_of_objects_are_not_read_and_the_warning_says_what_to_give():
 
 
 def test_clipping_that_newer_deepspeed_does_by_itself_is_told():
-    config, note = warned({})
-    assert config == Config(stage=0)
-    assert "gradient_clipping is not given, so gradients are not clipped" in note
+    assert "gradient_clipping is not given, so gradients are not clipped" in warned({})[1]
 
 
 # ---------------------------------------------------------------------------------------- the one error
@@ -238,10 +217,7 @@ def test_everything_that_is_wrong_is_listed_in_one_error():
     ("key", "meant"),
     [
         ("zero_optimisation", "zero_optimization"),
-        ("train_microbatch_size_per_gpu", "train_micro_batch_size_per_gpu"),
-        ("grad_clipping", "gradient_clipping"),
         ("Gradient_Clipping", "gradient_clipping"),
-        ("stage", "zero_optimization.stage"),
         ("loss_scale", "fp16.loss_scale"),
         ("fp_16", "fp16"),
     ],
@@ -253,13 +229,8 @@ def test_a_misspelt_key_is_refused_with_the_closest_one_of_deepspeed(key, meant)
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"zero_optimization": {"stage": True}}, "expected an integer from 0 to 3, got True (bool)"),
         ({"zero_optimization": {"stage": "2"}}, "expected an integer from 0 to 3, got '2' (str)"),
         ({"zero_optimization": [2]}, "'zero_optimization': expected a section, got [2] (list)"),
-        (
-            {"zero_optimization": {"offload_optimizer": "cpu"}},
-            "'zero_optimization.offload_optimizer': expected a section, got 'cpu' (str)",
-        ),
         (
             {"zero_optimization": {"offload_param": {"device": "gpu"}}},
             "expected 'none' or 'cpu' or 'nvme', got 'gpu' (str)",
@@ -269,6 +240,9 @@ def test_a_misspelt_key_is_refused_with_the_closest_one_of_deepspeed(key, meant)
         ({"gradient_accumulation_steps": 0}, "expected an integer >= 1, got 0 (int)"),
         ({"gradient_clipping": float("nan")}, "expected a number >= 0, got nan (float)"),
         ({"communication_data_type": "int8"}, "got 'int8' (str)"),
+        ({"sequence_parallel_size": 4}, "'sequence_parallel_size': expected an integer from 1 to 1, got 4"),
+        ({"gradient_allreduce_op": "sum"}, "'gradient_allreduce_op': expected 'mean', got 'sum'"),
+        ({"managed_gradient_accumulation": False}, "'managed_gradient_accumulation': expected true, got"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_the_name_it_has_in_deepspeed(config, problem):
@@ -290,18 +264,11 @@ def test_keys_that_contradict_each_other_are_named():
     assert "asks for offload.nvme_path='param'" in refusal({"zero_optimization": {"stage": 3, **paths}})[0]
 
 
-ASKED = {
-    "gradient_allreduce_op": "sum",
-    "managed_gradient_accumulation": False,
-    "sequence_parallel_size": 4,
-}
-
-
 @pytest.mark.parametrize("key", sorted(NO_EQUIVALENT))
 def test_what_has_no_equivalent_may_be_there_when_it_is_switched_off(key):
-    for value in [HARMLESS[key]] if key in HARMLESS else (False, None, {}, {"enabled": False}):
+    for value in (False, None, {}, {"enabled": False}):
         assert read(nested(key, value)) == Config(stage=0)
-    asked = nested(key, ASKED.get(key, {"enabled": True}))
+    asked = nested(key, {"enabled": True})
     if key.startswith("fp16."):  # a section without effect unless it is on
         asked["fp16"]["enabled"] = True
     (problem,) = refusal(asked)

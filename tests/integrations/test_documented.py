@@ -26,7 +26,7 @@ from tests.integrations.runs import (
     largest_difference,
     logged,
 )
-from tests.test_migrating import SECTIONS, blocks
+from tests.migrating import SECTIONS, blocks
 
 
 def execute(section, first_line, folder, names):
@@ -54,6 +54,7 @@ def replace_trainer(folder):
     return losses
 
 
+@pytest.mark.long
 def test_a_trainer_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
     expected, losses = ranks(2, replace_trainer, str(tmp_path))[0]
     assert len(losses) == 4
@@ -106,6 +107,7 @@ def replace_lightning(folder):
     return (ddp.losses, ours.losses), largest_difference(ours.state_dict(), ddp.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
     for losses, difference in ranks(2, replace_lightning, str(tmp_path)):

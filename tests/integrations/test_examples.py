@@ -67,6 +67,7 @@ def test_the_loader_of_the_user_goes_on_from_a_checkpoint(ranks, cache, tmp_path
     assert losses("cut", 21) == whole[2:]
 
 
+@pytest.mark.long
 def test_the_loop_of_samples_learns_what_is_rewarded(ranks, cache):
     printed = ranks(2, run, "train_rl", cache, "--steps", "16", process_group=False)[0]
     rewards = numbers(printed)

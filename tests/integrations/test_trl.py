@@ -19,6 +19,7 @@ from tests.integrations.runs import (
     LENGTH,
     VOCABULARY,
     accelerate_state,
+    arguments,
     full_state_dict,
     largest_difference,
     logged,
@@ -64,12 +65,9 @@ def optimizer_of(model):
 
 
 def sft(kind, folder, **more):
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error", "logging_steps": 1}
-    common = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "num_train_epochs": 1, "bf16": False}
-    args = SFTConfig(folder, save_strategy="no", **quiet, **common, **OPTIONS)
     trainer = kind(
         model=build_model(),
-        args=args,
+        args=arguments(folder, SFTConfig, bf16=False, **OPTIONS),
         train_dataset=Dataset.from_list(rows()),
         processing_class=tokenizer(),
         **more,

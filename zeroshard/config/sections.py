@@ -24,11 +24,8 @@ from zeroshard.config.checked import (
     Checked,
     Condition,
     Requirement,
-    deepspeed_reader,
     naming,
     read_options,
-    show,
-    with_type,
 )
 from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
 
@@ -103,11 +100,6 @@ class Precision(Checked):
     def _from_short(cls, value: Any) -> Any:
         dtype = checked.DTYPE.accept(value)
         return checked.REFUSED if dtype is checked.REFUSED else cls(param_dtype=dtype)
-
-    def _written(self, name: str) -> Any:
-        if name == "overrides" and self.overrides is not None:
-            return {pattern: show(dtype) for pattern, dtype in dict(self.overrides).items()}
-        return super()._written(name)
 
     def _requirements(self) -> list[Requirement]:
         half = self.param_dtype == torch.float16, "param_dtype", "float16"
@@ -334,17 +326,9 @@ class Config(Checked):
             (method == "double", first, has_enough),
         ]
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"zeroshard's Config has no attribute {name!r}; engine.config is such a Config, the model's "
-            "own config is engine.module.config"
-        )
-
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """Read a .json or .toml file. Raises ValueError naming the file, and the line of a syntax error."""
-        if not isinstance(path, str | os.PathLike):
-            raise ValueError(f"config file: expected a path, got {with_type(path)}")
         with naming(path):
             return cls.from_dict(read_options(Path(path)))
 
@@ -359,23 +343,23 @@ class Config(Checked):
         Raises:
             ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
         """
-        translated: Self = deepspeed_reader().read(cls, config)
-        return translated
+        from zeroshard.deepspeed.translate import translate  # the one import upward, for those who ask for it
+
+        return translate(cls, config)
 
     @classmethod
     def parse(cls, config: "Config | Mapping[str, Any] | str | os.PathLike[str] | None") -> "Config":
         """Return the Config for a Config, a mapping, a path, or None, which means the defaults.
 
         Raises:
-            ValueError: another type; a file that cannot be read; an unknown key or a bad value, by its key.
+            ValueError: another type; a file that cannot be parsed; an unknown key or a bad value, by its key.
+            OSError: a file that cannot be read.
         """
         if isinstance(config, Config):
             return config
         if isinstance(config, str | os.PathLike):
             return cls.from_file(config)
-        if config is None or isinstance(config, Mapping):
-            return cls.from_dict(config or {})
-        raise ValueError(f"config: expected a Config, a dict, a path or None, got {with_type(config)}")
+        return cls.from_dict({} if config is None else config)
 
 
 Checked._whole = Config

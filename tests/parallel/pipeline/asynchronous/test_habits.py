@@ -238,7 +238,7 @@ def test_parameters_that_are_added_to_the_optimizer_are_moved_too(ranks, schedul
 def wrong_batches():
     engine = begin({"schedule": "pipedream", "num_microbatches": 2})
     good, messages = tuple(batch_of(0, 2)), []
-    for batches, num in [(iter([good]), None), ([], None), ([(*good, 1)], None), (iter([]), 2)]:
+    for batches, num in [([], None), ([(*good, 1)], None), (iter([]), 2)]:
         with pytest.raises(ValueError, match=r".") as caught:
             engine.train_batches(batches, num)
         messages.append(str(caught.value))
@@ -257,7 +257,6 @@ def wrong_batches():
 def test_batches_that_cannot_be_taken_are_refused_and_training_goes_on(ranks):
     for messages in ranks(2, wrong_batches):
         assert messages == [
-            "train_batches(): expected num_batches, as list_iterator has no length",
             "train_batches(): expected at least 1 batch, got 0",
             "batch 0: expected (inputs, targets) or the inputs alone, got a tuple of 3; put several inputs "
             "into a tuple or a mapping of their own",
