@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import runpy
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from tests.given import GIVEN
 from zeroshard import Config
+from zeroshard.config.checked import flat
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/diary.md"]
@@ -45,18 +45,8 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
-def leaves(section: Any, prefix: str = "") -> dict[str, Any]:
-    """The fields of a config, by dotted name, with their values."""
-    found = {}
-    for option in fields(section):
-        value = getattr(section, option.name)
-        inside = leaves(value, f"{prefix}{option.name}.") if is_dataclass(value) else None
-        found |= inside if inside is not None else {f"{prefix}{option.name}": value}
-    return found
-
-
 def test_the_table_of_the_config_has_every_key_and_its_default() -> None:
-    assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == leaves(Config())
+    assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == flat(Config())
 
 
 def test_the_tables_of_offload_are_those_of_the_estimates() -> None:

@@ -200,19 +200,19 @@ def test_no_part_that_reads_checkpoints_unpickles(trees: Trees) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("module", ["layout", "arrangement", "placement"])
-def test_layout_and_arrangement_are_pure(module: str, trees: Trees) -> None:
-    names = list(imported(trees[f"zeroshard/plan/{module}.py"]))
-    assert not [name for name in names if is_within(name, "torch")]
+PURE = (
+    *(f"plan/{module}" for module in ("layout", "arrangement", "placement")),
+    *(
+        f"parallel/pipeline/{module}"
+        for module in ("actions", "partition", "schedules", "simulate", "asynchronous/ages")
+    ),
+)
 
 
-LISTS_OF_PIPELINES = ("actions", "partition", "schedules", "simulate", "asynchronous/ages")
-
-
-@pytest.mark.parametrize("module", LISTS_OF_PIPELINES)
-def test_the_lists_of_pipelines_are_pure(module: str, trees: Trees) -> None:
-    names = list(imported(trees[f"zeroshard/parallel/pipeline/{module}.py"]))
-    assert not [name for name in names if is_within(name, "torch")]
+def test_layout_arrangement_and_the_lists_of_pipelines_are_pure(trees: Trees) -> None:
+    for module in PURE:
+        names = list(imported(trees[f"zeroshard/{module}.py"]))
+        assert not [name for name in names if is_within(name, "torch")], module
 
 
 MEASURED = {

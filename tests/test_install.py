@@ -36,13 +36,10 @@ esac
 """
 
 
-def test_an_extra_may_name_other_extras_of_the_project() -> None:
+def test_an_extra_may_name_other_extras_of_the_project_and_names_are_compared_as_pip_does() -> None:
     assert requirements(PROJECT, ["hf"]) == ["torch>=2.11", "psutil", "transformers>=5"]
     everything = ["torch>=2.11", "psutil", "transformers>=5", "matplotlib", "pytest>=8"]
     assert requirements(PROJECT, ["dev"]) == everything
-
-
-def test_names_are_compared_as_pip_does() -> None:
     wanted = ["torch>=2.11,<3", "PyYAML", "pytest-xdist", "typing_extensions>=4", "rich"]
     versions = {"pyyaml": "6", "torch": "2.14.1", "typing-extensions": "4.1"}
     assert missing(wanted, versions) == ["pytest-xdist", "rich"]

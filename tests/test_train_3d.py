@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import runpy
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.commands import environment
 from tests.ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -68,12 +68,10 @@ def test_two_pipeline_ranks_train_and_another_layout_goes_on(ranks: Ranks, tmp_p
 @pytest.mark.long
 @pytest.mark.parametrize("options", [[], ["--pp", "4", "--tp", "1", "--schedule", "zb-h1", "--stage", "1"]])
 def test_one_command_starts_8_ranks(tmp_path: Path, options: list[str]) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in names}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(EXAMPLES.parent)}
+    env = environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
     command = [sys.executable, str(EXAMPLES / "train_3d.py"), "--output", str(tmp_path), *SMALL, *options]
     ended = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     check(ended.stdout, tmp_path, 4, 8)

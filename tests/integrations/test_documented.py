@@ -27,6 +27,7 @@ from tests.integrations.runs import (
     logged,
 )
 from tests.migrating import SECTIONS, blocks
+from tests.ranks import on_ranks
 
 
 def execute(section, first_line, folder, names):
@@ -94,23 +95,18 @@ def test_an_accelerate_loop_becomes_one_with_the_same_losses_and_model(ranks, tm
     assert largest_difference(ours, theirs) < 1e-5
 
 
-def replace_lightning(folder):
+@pytest.mark.long
+@on_ranks(2)
+def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(tmp_path):
     modules = []
     for first_line in ("Lightning", "zeroshard with Lightning"):
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         kind = functools.partial(lightning.Trainer, accelerator="cpu", devices=2, **quiet)
         module = Classifier()
         torch.manual_seed(1)
-        execute("Lightning", first_line, folder, {"Trainer": kind, "module": module, "loader": pairs()})
+        execute("Lightning", first_line, tmp_path, {"Trainer": kind, "module": module, "loader": pairs()})
         modules.append(module)
     ddp, ours = modules
-    return (ddp.losses, ours.losses), largest_difference(ours.state_dict(), ddp.state_dict())
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
-    for losses, difference in ranks(2, replace_lightning, str(tmp_path)):
-        assert len(losses[0]) == 12
-        assert losses[0] == losses[1]
-        assert difference == 0
+    assert len(ddp.losses) == 12
+    assert ours.losses == ddp.losses
+    assert largest_difference(ours.state_dict(), ddp.state_dict()) == 0

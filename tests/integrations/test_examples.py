@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import environment
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = ("llama", "text")
 """Modules beside the examples, which other tests import by other names."""
@@ -78,14 +80,11 @@ def test_the_loop_of_samples_learns_what_is_rewarded(ranks, cache):
 @pytest.mark.long
 def test_ray_trains_on_two_workers_and_starts_them_again_after_one_has_died(tmp_path):
     pytest.importorskip("ray.train.torch")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in names}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    quiet = environment(XDG_CACHE_HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0")
     command = [sys.executable, str(EXAMPLES / "train_ray.py"), "--storage", str(tmp_path / "runs")]
     ended = subprocess.run(
         [*command, "--steps", "21", "--fail-at", "15"],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
+        env=quiet, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     match = re.search(r"last: \{'step': 20, 'loss': ([\d.]+), 'first': (\d+)\}", ended.stdout)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from tests.integrations.runs import (
     logged,
     trainer,
 )
+from tests.ranks import on_ranks
 from zeroshard import Config, Precision
 from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
 
@@ -76,8 +76,9 @@ class ZeroShardSeq2SeqTrainer(ZeroShardMixin, Seq2SeqTrainer):
     pass
 
 
-def generate(folder):
-    """The texts that are generated after training, and the loss, of DDP and ours."""
+@pytest.mark.long
+@on_ranks(2)
+def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(tmp_path):
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 12}
     found = []
@@ -85,34 +86,27 @@ def generate(folder):
         torch.manual_seed(0)
         with accelerate_state():
             options = {"predict_with_generate": True, "generation_max_length": 9}
-            args = arguments(folder, Seq2SeqTrainingArguments, per_device_eval_batch_size=2, **options)
+            args = arguments(tmp_path, Seq2SeqTrainingArguments, per_device_eval_batch_size=2, **options)
             model = T5ForConditionalGeneration(T5Config(**sizes, **ids))
             ours = kind(model=model, args=args, train_dataset=Texts(12), **more)
             ours.train()
-            predicted = ours.predict(Texts(6))
-            found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"]))
-    return found
+            found.append(ours.predict(Texts(6)))
+    texts, own_texts = (each.predictions.tolist() for each in found)
+    assert len(texts) == 8  # of 6: two come twice, so that both ranks have two batches
+    assert own_texts == texts
+    losses = [each.metrics["test_loss"] for each in found]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-@pytest.mark.long
-def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(ranks, tmp_path):
-    for (texts, loss), (ours, own_loss) in ranks(2, generate, str(tmp_path)):
-        assert len(texts) == 8  # of 6: two come twice, so that both ranks have two batches
-        assert ours == texts
-        assert own_loss == pytest.approx(loss, abs=1e-5)
-
-
-def train_with_other_processes(folder):
+@on_ranks(2)
+def test_data_that_are_not_divided_among_the_ranks_are_an_error(tmp_path):
+    text = r"zeroshard has 2 ranks, but accelerate .* 1 processes"
     with accelerate_state():
-        ours = trainer(folder, {})
+        ours = trainer(tmp_path, {})
         for state in (AcceleratorState, PartialState):
             state._shared_state["num_processes"] = 1
-        with pytest.raises(RuntimeError, match=r"zeroshard has 2 ranks, but accelerate .* 1 processes"):
+        with pytest.raises(RuntimeError, match=text):
             ours.train()
-
-
-def test_data_that_are_not_divided_among_the_ranks_are_an_error(ranks, tmp_path):
-    ranks(2, train_with_other_processes, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -131,83 +125,64 @@ class StopAt(TrainerCallback):
             raise StoppedError
 
 
-def stop_and_resume(folder):
+@on_ranks(2, timeout=120)
+def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(tmp_path):
     """Train; train again and stop after 5 of 6 steps; go on in a new Trainer from the last checkpoint."""
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
     options |= {"save_strategy": "steps", "save_steps": 2}
     with accelerate_state():
-        whole = trainer(f"{folder}/whole", {}, **options)
+        whole = trainer(tmp_path / "whole", {}, **options)
         whole.train()
         expected = full_state_dict(whole)
         whole.engine.close()
-        stopped = trainer(f"{folder}/stopped", {}, callbacks=[StopAt(5)], **options)
+        stopped = trainer(tmp_path / "stopped", {}, callbacks=[StopAt(5)], **options)
         with pytest.raises(StoppedError):
             stopped.train()
         stopped.engine.close(restore=False)
-        resumed = trainer(f"{folder}/stopped", {}, **options)
+        resumed = trainer(tmp_path / "stopped", {}, **options)
         if resumed.args.process_index == 0:  # as if killed in the middle of the next save
-            shutil.copytree(f"{folder}/stopped/checkpoint-4", f"{folder}/stopped/checkpoint-5")
-            Path(folder, "stopped/checkpoint-5/trainer_state.json").write_text('{"global_step": 5, ')
+            shutil.copytree(tmp_path / "stopped/checkpoint-4", tmp_path / "stopped/checkpoint-5")
+            (tmp_path / "stopped/checkpoint-5/trainer_state.json").write_text('{"global_step": 5, ')
         resumed.accelerator.wait_for_everyone()
         resumed.train(resume_from_checkpoint=True)
-        difference = largest_difference(full_state_dict(resumed), expected)
-        steps = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
-        losses = logged(whole), logged(resumed), steps
-        return losses, resumed.engine.global_step, difference
+    assert largest_difference(full_state_dict(resumed), expected) == 0
+    assert logged(resumed) == logged(whole)
+    assert logged(resumed, "step")[: len(logged(whole))] == list(range(1, len(logged(whole)) + 1))
+    assert resumed.engine.global_step == 6
 
 
-def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(ranks, tmp_path):
-    (whole, resumed, steps), global_step, difference = ranks(2, stop_and_resume, str(tmp_path), timeout=120)[
-        0
-    ]
-    assert steps == list(range(1, len(whole) + 1))
-    assert resumed == whole
-    assert global_step == len(whole)
-    assert difference == 0
-
-
-def keep_the_best(folder):
-    """Train with a learning rate that spoils the model; the metric of the best step, and of the end."""
+@pytest.mark.long
+@on_ranks(2, timeout=120)
+def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(tmp_path):
+    """Train with a learning rate that spoils the model."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
     with accelerate_state():
         early = EarlyStoppingCallback(early_stopping_patience=2)
-        ours = trainer(folder, {}, callbacks=[early], learning_rate=0.5, num_train_epochs=5, **options)
+        ours = trainer(tmp_path, {}, callbacks=[early], learning_rate=0.5, num_train_epochs=5, **options)
         ours.train()
         losses = logged(ours, "eval_loss")
         after = ours.evaluate()["eval_loss"]
-        ours.save_model(f"{folder}/final")
+        ours.save_model(str(tmp_path / "final"))
         expected = full_state_dict(ours)
         predicted = ours.predict(Texts(5)).predictions
-        loaded = dict(GPT2LMHeadModel.from_pretrained(f"{folder}/final").state_dict())
-        return losses, after, largest_difference(expected, loaded) if expected else 0, predicted.shape
-
-
-@pytest.mark.long
-def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(ranks, tmp_path):
-    losses, after, difference, shape = ranks(2, keep_the_best, str(tmp_path), timeout=120)[0]
     best = losses.index(min(losses))
     assert len(losses) == best + 3 < 30
     assert after == min(losses)
-    assert difference == 0
-    assert shape == (5, 12, 64)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == sorted(
-        {f"checkpoint-{best + 1}", f"checkpoint-{len(losses)}"}
-    )
+    loaded = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "final").state_dict())
+    assert largest_difference(expected, loaded) == 0
+    assert predicted.shape == (5, 12, 64)
+    kept = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best + 1}", f"checkpoint-{len(losses)}"}
 
 
-def resume_from(folder, checkpoint):
-    with accelerate_state():
-        trainer(folder, {}).train(resume_from_checkpoint=checkpoint)
-
-
-def test_a_checkpoint_of_another_trainer_is_refused_by_name(ranks, tmp_path):
+@on_ranks(1)
+def test_a_checkpoint_of_another_trainer_is_refused_by_name(tmp_path):
     build_model().save_pretrained(tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps({"global_step": 3}))
-    with pytest.raises(
-        AssertionError, match=r"checkpoint-3': expected a complete checkpoint.*from_pretrained"
-    ):
-        ranks(1, resume_from, str(tmp_path), True)
+    text = r"checkpoint-3': expected a complete checkpoint.*from_pretrained"
+    with accelerate_state(), pytest.raises(ValueError, match=text):
+        trainer(tmp_path, {}).train(resume_from_checkpoint=True)
 
 
 # --------------------------------------------------------------------------------------- half precision

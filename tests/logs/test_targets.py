@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -81,64 +80,48 @@ def test_tensorboard_has_all_and_hides_points_that_a_resumed_run_repeats(tmp_pat
     assert '"zeroshard.stage": 3' in text
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    """Put a module in the place of a package's."""
-    module = ModuleType(name)
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> mock.MagicMock:
+    """Put an object that notes all calls in the place of a module."""
+    module = mock.MagicMock()
     module.__spec__ = ModuleSpec(name, None)
-    vars(module).update(attributes)
     monkeypatch.setitem(sys.modules, name, module)
-
-
-class Calls(list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
-    """Notes the calls of an object with any method; each returns what `answers` has for it."""
-
-    def __init__(self, **answers: Any) -> None:
-        self._answers = answers
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.append((name, args, kwargs))
-            return self._answers.get(name)
-
-        return call
+    return module
 
 
 def test_weights_and_biases_gets_config_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    package = Calls(init=calls)
-    stand_in(monkeypatch, "wandb", init=package.init)
+    package = stand_in(monkeypatch, "wandb")
     write(parse_target("wandb:demo")(RUN))
-    assert package == [("init", (), {"project": "demo", "config": dict(RUN.config)})]
-    first, second, third, end = calls
-    assert first == ("log", ({f"train/{name}": value for name, value in VALUES.items()},), {"step": 10})
-    assert second == ("log", ({"train/held_out": 3.5},), {"step": 10})
-    assert third[2] == {"step": 20}
-    assert end == ("finish", (), {})
+    package.init.assert_called_once_with(project="demo", config=dict(RUN.config))
+    assert package.init.return_value.method_calls == [
+        mock.call.log({f"train/{name}": value for name, value in VALUES.items()}, step=10),
+        mock.call.log({"train/held_out": 3.5}, step=10),
+        mock.call.log(mock.ANY, step=20),
+        mock.call.finish(),
+    ]
 
 
 def test_mlflow_gets_parameters_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str | None] = []
-    run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
-    client = Calls(create_experiment="7", create_run=run)
-
-    def build(tracking_uri: str | None) -> Calls:
-        made.append(tracking_uri)
-        return client
-
     stand_in(monkeypatch, "mlflow")
-    stand_in(monkeypatch, "mlflow.tracking", MlflowClient=build)
-    stand_in(monkeypatch, "mlflow.entities", Metric=lambda *it: it)
+    tracking, entities = (stand_in(monkeypatch, f"mlflow.{name}") for name in ("tracking", "entities"))
+    entities.Metric = lambda *it: it
+    client = tracking.MlflowClient.return_value
+    client.get_experiment_by_name.return_value = None
+    client.create_experiment.return_value = "7"
+    client.create_run.return_value = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     write(parse_target("mlflow:sqlite:///mlflow.db")(RUN))
     write(parse_target("mlflow")(RUN._replace(config={"key": "x" * 600})))
-    assert made == ["sqlite:///mlflow.db", None]
-    names = [name for name, _, _ in client]
+    places = [call.kwargs["tracking_uri"] for call in tracking.MlflowClient.call_args_list]
+    assert places == ["sqlite:///mlflow.db", None]
+    names = [name for name, _, _ in client.method_calls]
     begin = ["get_experiment_by_name", "create_experiment", "create_run"]
     end = [*["log_batch"] * 3, "set_terminated"]
     assert names == [*begin, *["log_param"] * 3, *end, *begin, "log_param", *end]
-    params = [args[1:] for name, args, _ in client if name == "log_param"]
+    client.create_run.assert_called_with("7")
+    params = [call.args for call in client.log_param.call_args_list]
     first = [("lr", "0.1"), ("zeroshard.stage", "3"), ("zeroshard.mesh.tp", "2")]
-    assert params == [*first, ("key", "x" * 500)]
-    assert [(name, value, step) for name, value, _, step in client[6][2]["metrics"]] == [
+    assert params == [("r1", *pair) for pair in (*first, ("key", "x" * 500))]
+    sent = client.log_batch.call_args_list[0].kwargs["metrics"]
+    assert [(name, value, step) for name, value, _, step in sent] == [
         (name, value, 10) for name, value in VALUES.items()
     ]
 

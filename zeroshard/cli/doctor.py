@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import shutil
-import socket
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -95,11 +93,9 @@ def read_machine() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory().total
     facts = {
-        "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(cores),
         "memory": f"{format_bytes(memory)}, {format_bytes(host_bytes_free())} free for this process",
-        "C++ compiler, for compile=true": shutil.which("g++") or shutil.which("clang++") or "none",
     }
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

@@ -6,14 +6,13 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, Self, get_args
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -104,13 +103,10 @@ def _dtype(value: Any) -> Any:
 
 def _dtypes_by_name(value: Any) -> Any:
     """Pairs of a pattern and a dtype, in order; they have a hash, and a config keeps them as they are."""
-    items = value.items() if isinstance(value, Mapping) else value
-    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+    try:
+        stored = tuple((_text(name), _dtype(dtype)) for name, dtype in dict(value).items())
+    except (TypeError, ValueError):
         return REFUSED
-    pairs = [tuple(item) if isinstance(item, list | tuple) else () for item in items]
-    if any(len(pair) != 2 for pair in pairs):
-        return REFUSED
-    stored = tuple((_text(name), _dtype(dtype)) for name, dtype in pairs)
     return REFUSED if any(REFUSED in pair for pair in stored) else stored
 
 
@@ -296,23 +292,21 @@ def with_type(value: object) -> str:
 # ------------------------------------------------------------------------------------------------- files
 
 
-@contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise each ValueError inside with the name of the file."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"config file '{path}': {error}") from None
+_Made = TypeVar("_Made")
 
 
-def read_options(file: Path) -> Any:
-    """Return the content of a .json or .toml file.
+def read_file(path: str | os.PathLike[str], build: Callable[[Any], _Made]) -> _Made:
+    """Return what a function makes of the content of a .json or .toml file.
 
     Raises:
-        ValueError: the file cannot be parsed, or has another ending.
+        ValueError: naming the file: it cannot be parsed, or has another ending; or the function raises one.
         OSError: it cannot be read.
     """
     parsers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
-    if file.suffix.lower() not in parsers:
-        raise ValueError("expected a name that ends in .json or .toml")
-    return parsers[file.suffix.lower()](file.read_text(encoding="utf-8-sig"))
+    file = Path(path)
+    try:
+        if file.suffix.lower() not in parsers:
+            raise ValueError("expected a name that ends in .json or .toml")
+        return build(parsers[file.suffix.lower()](file.read_text(encoding="utf-8-sig")))
+    except ValueError as error:
+        raise ValueError(f"config file '{path}': {error}") from None

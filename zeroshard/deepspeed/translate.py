@@ -12,8 +12,7 @@ Keys are dotted.
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,9 +27,8 @@ from zeroshard.config.checked import (
     choice,
     instance,
     integer,
-    naming,
     number,
-    read_options,
+    read_file,
     show,
     with_type,
 )
@@ -192,8 +190,7 @@ def translate(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike
         ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
     """
     if isinstance(config, str | os.PathLike):
-        with naming(config):
-            return translate(kind, read_options(Path(config)))
+        return read_file(config, lambda content: translate(kind, content))
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a mapping of DeepSpeed config keys, got {with_type(config)}")
     leaves = dict(_leaves({_OLD_NAMES.get(name, name): value for name, value in config.items()}))
@@ -205,7 +202,8 @@ def translate(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike
     if problems:
         raise ValueError("\n- ".join(["DeepSpeed config:", *problems]))
     notes += [] if config.get("gradient_clipping") is not None else [_UNCLIPPED]
-    notes += _ignored_note(leaves)
+    if ignored := ", ".join(key for key in leaves if key in IGNORED):
+        notes.append(f"not read: {ignored} ({_ELSEWHERE})")
     if notes:
         warn_user("\n- ".join(["DeepSpeed config:", *notes]))
     return kind.from_dict(_nested(options))
@@ -295,12 +293,7 @@ def _resolve_batch(options: Options, world_size: str | None) -> tuple[list[str],
     return [], [] if world_size else [note]
 
 
-def _ignored_note(keys: Iterable[str]) -> list[str]:
-    ignored = ", ".join(key for key in keys if key in IGNORED)
-    where = "initialize takes objects of torch; docs/migrating.md has what does the work of the others"
-    return [f"not read: {ignored} ({where})"] if ignored else []
-
-
+_ELSEWHERE = "initialize takes objects of torch; docs/migrating.md has what does the work of the others"
 _UNCLIPPED = (
     "gradient_clipping is not given, so gradients are not clipped; recent DeepSpeed (0.19.8) clips at 1.0"
 )
