@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,48 +40,30 @@ PUBLISHED = {
 """Published documents of each kind of table."""
 
 MEDIAN = {"value": 0.5, "low": 0.4, "high": 0.6}
-TENSOR_PARALLEL: dict[str, Any] = {
-    "zeroshard, s a step": MEDIAN,
-    "torch, s a step": {"value": 2.0, "low": 1.0, "high": 3.0},
-    "ratio zeroshard/torch": {"value": 0.25, "low": 0.125, "high": 0.375},
+DOCUMENT = {
+    "benchmark": "page/some",
+    "command": "python benchmarks/some.py --ranks 2",
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "machine": {"cpu": "a processor", "cores": 2, "memory_gb": 8.0, "gpus": []},
+    "versions": {"python": "3.11.7", "torch": "2.14.1", "deepspeed": None},
+    "settings": {"ranks": 4, "tp": 2, "stage": 3},
+    "rows": {
+        "zeroshard, s a step": MEDIAN,
+        "torch, s a step": {"value": 2.0, "low": 1.0, "high": 3.0},
+        "ratio zeroshard/torch": {"value": 0.25, "low": 0.125, "high": 0.375},
+    },
 }
+"""A document as a benchmark of tensor parallelism writes it."""
 
 
-def document(rows: Any, **extra: Any) -> dict[str, Any]:
-    """A document as a benchmark writes it."""
-    return {
-        "benchmark": "page/some",
-        "command": "python benchmarks/some.py --ranks 2",
-        "date": "2026-01-02T03:04:05+00:00",
-        "commit": "0123456789abcdef",
-        "uncommitted_changes": False,
-        "machine": {"cpu": "a processor", "cores": 2, "memory_gb": 8.0, "gpus": []},
-        "versions": {"python": "3.11.7", "torch": "2.14.1", "deepspeed": None},
-        "settings": {"ranks": 4, "tp": 2, "stage": 3},
-        "rows": rows,
-        **extra,
-    }
-
-
-def benchmark(name: str, *runs: suite.Run) -> suite.Benchmark:
-    """A section whose table is that of tensor parallelism."""
-    return suite.Benchmark(
-        name=name, title=f"Title of {name}", text="Text.", runs=runs, kind="tensor_parallel"
-    )
-
-
-def run_of(folder: Path, name: str, lines: str, **times: float) -> suite.Run:
-    """A run of a script of a few lines, which finds the path of its document as `path`."""
+def benchmark(folder: Path, name: str, code: str) -> suite.Benchmark:
+    """A section with a run of some code, which finds the path of its document as `path`."""
     script, path = folder / f"{name}.py", folder / "page" / f"{name}.json"
-    given = json.dumps(document(TENSOR_PARALLEL))
-    script.write_text(
-        f"import json, os, pathlib, signal, sys, time\npath = pathlib.Path({str(path)!r})\n"
-        f"given = {given!r}\n{lines}\n"
-    )
-    return suite.Run(name=name, command=str(script), start_s=times.get("start_s", 0.0))
-
-
-WRITES = "path.write_text(given)"
+    script.write_text(f"import pathlib, sys\npath = pathlib.Path({str(path)!r})\n{code}\n")
+    run = suite.Run(name=name, command=str(script), start_s=0.0)
+    return suite.Benchmark(name=name, title=name, text="Text.", runs=(run,), kind="tensor_parallel")
 
 
 def text_of(folder: Path) -> str:
@@ -106,9 +87,10 @@ def test_each_kind_has_a_table_and_a_picture_of_published_documents(kind: str) -
 
 
 def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    bad = run_of(tmp_path, "bad", "print('an error <of> the benchmark'); sys.exit(3)")
-    good = run_of(tmp_path, "good", WRITES)
-    found = [benchmark("bad", bad), benchmark("good", good)]
+    found = [
+        benchmark(tmp_path, "bad", "print('an error <of> the benchmark'); sys.exit(3)"),
+        benchmark(tmp_path, "good", f"path.write_text({json.dumps(DOCUMENT)!r})"),
+    ]
     assert page.make(found, None, tmp_path / "page", None) == 1
     text = text_of(tmp_path)
     assert "bad: failed; exit status 3; the last lines of its output:" in text

@@ -309,21 +309,17 @@ def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells(ranks: Ranks, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_adapters_are_trained_alone_and_saved(
-    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path, quantize: str | None
+def test_adapters_over_codes_are_trained_alone_and_saved(
+    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
 ) -> None:
     options = ["--data", str(chats), "--seq-len", "64", "--epochs", "8", "--lr", "5e-2", "--output", "out"]
-    options += ["--quantize", quantize] if quantize else []
-    ended = run(2, "--model", str(pretrained), *options, "--lora", "4")
+    ended = run(2, "--model", str(pretrained), *options, "--lora", "4", "--quantize", "nf4")
     assert ended.code is None, ended
-    assert (f"frozen weights in {quantize}" in ended.printed) == bool(quantize)
+    assert "frozen weights in nf4" in ended.printed
     before, after = held_out_losses(ended.printed)
     assert after < before - 0.1
     rows = re.findall(r"│ (parameters|gradients|optimizer states) +│ +[\d.]+ │ +([\d.]+) │", ended.printed)
     ddp = {kind: float(size) for kind, size in rows}
-    if not quantize:
-        assert ddp["gradients"] < ddp["parameters"] / 2  # the frozen ones have none under DDP either
     assert ddp["optimizer states"] == pytest.approx(2 * ddp["gradients"], abs=0.02)
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0

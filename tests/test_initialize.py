@@ -242,7 +242,7 @@ def test_optimizers_of_others_that_need_whole_tensors_are_refused_by_name(name):
             assert refusal(model, optimizer).startswith(f"{shown} needs whole tensors (")
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", 3, lambda parameters: None, lambda parameters: "AdamW"])
+@pytest.mark.parametrize("optimizer", [lambda parameters: None, lambda parameters: "AdamW"])
 def test_what_is_no_optimizer_is_refused(optimizer):
     message = refusal(Tiny(), optimizer)
     assert message.startswith("expected a torch.optim.Optimizer or a callable that makes one, got ")
@@ -356,59 +356,53 @@ def two_layers():
     return model
 
 
-# Of rank 0 (and 2) and of rank 1: (model, optimizer, config); and how the message shows both.
-DISAGREEMENTS = {
-    "shape": (
-        (lambda: nn.Linear(5, 7), None, None),
-        (lambda: nn.Linear(5, 8), None, None),
-        ("parameter 'weight' (7, 5) torch.float32", "parameter 'weight' (8, 5) torch.float32"),
+def given(model=Tiny, optimizer=None, config=None):
+    return model, optimizer, config
+
+
+def sgd(lr=0.1, order=1):
+    return lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters[::order]], lr=lr)
+
+
+OUTER, SECOND = "parameter 'outer.bias' (3,) torch.float32", "parameter 'second.weight' (3, 3) torch.float32"
+
+# Of rank 0 (and 2) and of rank 1, each with what the message shows of it.
+DISAGREEMENTS = [
+    (
+        (given(lambda: nn.Linear(5, 7)), "parameter 'weight' (7, 5) torch.float32"),
+        (given(lambda: nn.Linear(5, 8)), "parameter 'weight' (8, 5) torch.float32"),
     ),
-    "optimizer or none": (
-        (Tiny, torch.optim.AdamW, None),
-        (Tiny, None, None),
-        ("optimizer AdamW group 0 of 9 parameters", "no optimizer"),
+    (
+        (given(optimizer=torch.optim.AdamW), "optimizer AdamW group 0 of 9 parameters"),
+        (given(), "no optimizer"),
     ),
-    "learning rate": (
-        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.5), None),
-        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.25), None),
-        ("optimizer SGD group 0 lr=0.5", "optimizer SGD group 0 lr=0.25"),
+    (
+        (given(optimizer=sgd(0.5)), "optimizer SGD group 0 lr=0.5"),
+        (given(optimizer=sgd(0.25)), "optimizer SGD group 0 lr=0.25"),
     ),
-    "frozen": (
-        (Tiny, None, None),
-        (lambda: frozen(Tiny()), None, None),
-        ("parameter 'outer.bias' (3,) torch.float32", "parameter 'outer.bias' (3,) torch.float32 frozen"),
+    ((given(), OUTER), (given(lambda: frozen(Tiny())), f"{OUTER} frozen")),
+    ((given(two_layers), SECOND), (given(lambda: tied(two_layers())), f"{SECOND} tied to 'first.weight'")),
+    (
+        (given(lambda: with_buffer(Tiny())), "buffer 'table' (3,) torch.float32"),
+        (given(lambda: with_buffer(Tiny(), dtype=torch.float64)), "buffer 'table' (3,) torch.float64"),
     ),
-    "tied": (
-        (two_layers, None, None),
-        (lambda: tied(two_layers()), None, None),
-        (
-            "parameter 'second.weight' (3, 3) torch.float32",
-            "parameter 'second.weight' (3, 3) torch.float32 tied to 'first.weight'",
-        ),
+    ((given(config={"stage": 3}), "config stage=3"), (given(config={"stage": 2}), "config stage=2")),
+    (
+        (given(two_layers, sgd()), "optimizer SGD group 0 with 'first.weight'"),
+        (given(two_layers, sgd(order=-1)), "optimizer SGD group 0 with 'second.weight'"),
     ),
-    "buffer": (
-        (lambda: with_buffer(Tiny()), None, None),
-        (lambda: with_buffer(Tiny(), dtype=torch.float64), None, None),
-        ("buffer 'table' (3,) torch.float32", "buffer 'table' (3,) torch.float64"),
-    ),
-    "stage": ((Tiny, None, {"stage": 3}), (Tiny, None, {"stage": 2}), ("config stage=3", "config stage=2")),
-    "which parameters are in a group": (
-        (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters]), None),
-        (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters[::-1]]), None),
-        ("optimizer SGD group 0 with 'first.weight'", "optimizer SGD group 0 with 'second.weight'"),
-    ),
-}
+]
 
 
 @on_ranks(3)
 def test_ranks_that_differ_learn_the_first_difference_and_who_has_it():
-    for usual, odd, shown in DISAGREEMENTS.values():
-        make, optimizer, config = odd if dist.get_rank() == 1 else usual
+    for usual, odd in DISAGREEMENTS:
+        (make, optimizer, config), _ = odd if dist.get_rank() == 1 else usual
         with pytest.raises(RuntimeError) as caught:
             zeroshard.initialize(make(), optimizer, config)
         assert str(caught.value).startswith(
             "the ranks were given different models, configs, optimizers or data: "
-            f"rank(s) 0, 2 have {shown[0]}; rank(s) 1 have {shown[1]}"
+            f"rank(s) 0, 2 have {usual[1]}; rank(s) 1 have {odd[1]}"
         )
     engine, optimizer, _, _ = zeroshard.initialize(Tiny(), torch.optim.SGD)
     square_loss(engine, 0).backward()
@@ -453,18 +447,16 @@ class Right(nn.Sequential):
     pass
 
 
-@pytest.mark.parametrize("kind", ["classes", "predicates"])
 @on_ranks(2)
-def test_ranks_that_would_shard_other_units_are_told_so(kind):
-    """What initialize says where parameters have the same names and shapes but make up other units."""
-    second = Right if dist.get_rank() == 1 and kind == "classes" else Left
-    model = nn.ModuleList([Left(nn.Linear(3, 3)), second(nn.Linear(3, 3))])
-    config = {"watchdog_s": 5.0}
-    if kind == "predicates":
-        config["units"] = lambda module: isinstance(module, nn.Linear if dist.get_rank() == 1 else Left)
+def test_ranks_that_would_shard_other_units_are_told_so():
+    """Parameters have the same names and shapes but make up other units, by classes or by predicates."""
+    is_odd = dist.get_rank() == 1
     told = "^the ranks were given different models, configs, optimizers or data: "
-    with pytest.raises(RuntimeError, match=told):
-        zeroshard.initialize(model, None, config)
+    for second, unit in ((Right if is_odd else Left, None), (Left, nn.Linear if is_odd else Left)):
+        model = nn.ModuleList([Left(nn.Linear(3, 3)), second(nn.Linear(3, 3))])
+        units = unit and (lambda module, unit=unit: isinstance(module, unit))
+        with pytest.raises(RuntimeError, match=told):
+            zeroshard.initialize(model, None, {"watchdog_s": 5.0, "units": units})
 
 
 @on_ranks(2)

@@ -67,7 +67,7 @@ def test_an_active_environment_keeps_its_torch_and_gets_what_it_lacks(tmp_path: 
     assert end.strip().startswith("done in ")
 
 
-@pytest.mark.long_where(target=["finetune", "finetune-llm"])
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["finetune", "test", "finetune-llm"])
 def test_a_target_installs_what_it_needs_first(target: str) -> None:
     extras = {"finetune": "hf plot", "test": "dev", "finetune-llm": LLM}[target]

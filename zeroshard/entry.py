@@ -107,8 +107,11 @@ def initialize(
         specs = part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
-    optimizer = _build_optimizer(optimizer, model)
-    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if optimizer is not None:
+        optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(names))
+        check_optimizer(optimizer, names)
+    overrides = read_overrides(optimizer, names)
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     world = world or start_world(device, config.watchdog_s)
     if part is None:
@@ -264,13 +267,3 @@ def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:
     if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("lr_scheduler belongs to another optimizer than the one given")
     return lr_scheduler
-
-
-def _build_optimizer(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer | None:
-    """Return the optimizer over the original parameters, checked."""
-    if optimizer is None:
-        return None
-    if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        optimizer = optimizer(list(model.parameters()))
-    check_optimizer(optimizer, {parameter: name for name, parameter in model.named_parameters()})
-    return optimizer

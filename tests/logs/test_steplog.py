@@ -43,6 +43,14 @@ class Kept:
         self.num_closed += 1
 
 
+def take_step(engine: zeroshard.Engine, log: zeroshard.StepLog, number: int, factor: float = 1.0) -> None:
+    """A step of one micro-batch, with a loss times a factor."""
+    loss = square_loss(engine, number) * factor
+    engine.backward(loss)
+    engine.step()
+    log.step(loss)
+
+
 class Trained(NamedTuple):
     """The metrics of a rank's log, and the same values noted by hand."""
 
@@ -128,14 +136,10 @@ def test_a_skipped_step_is_a_step_of_the_log() -> None:
     engine, _ = start(Tiny(), "SGD", nonfinite="skip", clip_grad_norm=1.0)
     kept = Kept()
     log = zeroshard.StepLog(engine, kept, every=1)
-    for number in range(3):
-        loss = square_loss(engine, number)
-        loss = loss * float("inf") if number == 1 else loss
-        engine.backward(loss)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            engine.step()
-        log.step(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(3):
+            take_step(engine, log, number, math.inf if number == 1 else 1.0)
     if engine.dp_rank:
         return
     assert [metrics["step"] for metrics in kept.metrics] == [1, 2, 3]
@@ -155,10 +159,7 @@ def test_steps_go_on_after_a_checkpoint(tmp_path: Any) -> None:
         kept = Kept()
         log = zeroshard.StepLog(engine, kept, every=2)
         for number in range(3 if first else 2):
-            loss = square_loss(engine, number)
-            engine.backward(loss)
-            engine.step()
-            log.step(loss)
+            take_step(engine, log, number)
         assert engine.dp_rank or kept.steps == steps
         if first:
             engine.save_checkpoint(tmp_path)
@@ -173,15 +174,12 @@ def test_a_target_that_fails_is_dropped_and_training_goes_on() -> None:
         warnings.simplefilter("always")
         with zeroshard.StepLog(engine, failing, sound, every=1) as log:
             for number in range(3):
-                loss = square_loss(engine, number)
-                engine.backward(loss)
-                engine.step()
-                if number == 1:
+                take_step(engine, log, number)
+                if number == 0:
                     with log.pause():
                         log.note(held_out=2.5)
-                log.step(loss.item())
         log.close()
-        log.step(loss)
+        log.step(1.5)
     told = [str(warning.message) for warning in caught if "log target" in str(warning.message)]
     if engine.dp_rank:
         assert told == failing.steps == sound.metrics == []

@@ -128,14 +128,9 @@ class ZeroShardStrategy(DDPStrategy):
         """Return the rest of a checkpoint; `load_model_state_dict` loads the engine.
 
         Raises:
-            ValueError: the folder was not saved with this strategy, or is not complete.
+            OSError: the folder was not saved with this strategy, or is not complete.
         """
         self._loaded = Path(checkpoint_path)
-        if not (self._loaded / _STATE).is_file():
-            raise ValueError(
-                f"'{checkpoint_path}': expected the folder of a complete checkpoint of ZeroShardStrategy, "
-                f"with '{_STATE}'"
-            )
         return super().load_checkpoint(self._loaded / _STATE, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

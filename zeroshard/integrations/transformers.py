@@ -179,13 +179,7 @@ class ZeroShardMixin(_Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check a checkpoint before training begins; `_load_optimizer_and_scheduler` loads all of it."""
-        if not _is_complete(Path(resume_from_checkpoint)):
-            raise ValueError(
-                f"'{resume_from_checkpoint}': expected a complete checkpoint of a Trainer over zeroshard, "
-                f"with '{_STATE}' and '{TAG}'. To begin with other weights, give their folder to "
-                "from_pretrained() and train without resume_from_checkpoint"
-            )
+        """Do nothing: `_load_optimizer_and_scheduler` loads all of a checkpoint."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
