@@ -179,7 +179,8 @@ def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(tmp_pat
 @on_ranks(1)
 def test_a_checkpoint_of_another_trainer_is_refused_by_name(tmp_path):
     build_model().save_pretrained(tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    state = {"global_step": 3, "train_batch_size": 2}
+    (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps(state))
     text = r"checkpoint-3.*expected a checkpoint"
     with accelerate_state(), pytest.raises(ValueError, match=text):
         trainer(tmp_path, {}).train(resume_from_checkpoint=True)
