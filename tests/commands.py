@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object, prints: bool
     assert err.startswith("zeroshard: ")
     assert err.count("\n") == 1
     return code, err
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a script gets that starts ranks by itself."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in names}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
 
 def rows(text: str, gap: int = 2) -> dict[str, list[str]]:

@@ -5,12 +5,14 @@ that imports, by which tests find code whose order differs between ranks. So the
 processes, and neighbouring ranks are forks of different ones.
 
     pytest  --"fork", the file descriptors of a rank-->  forker  --fork-->  rank: `worker.serve`
+            --"script", those of a script-->             forker  --fork-->  the script, to its own exit
             --"poll 123"-->                              forker
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -75,7 +77,8 @@ class Forker:
     def __init__(self) -> None:
         self._socket, inside = socket.socketpair()
         # What can be imported here can be there.
-        code = f"import sys; sys.path = {sys.path!r}; from tests import forks; forks.serve({inside.fileno()})"
+        code = f"import sys; sys.path = {sys.path!r}; from tests import forks; "
+        code += f"exec(compile(forks.serve({inside.fileno()}), 'script.py', 'exec'))"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
             stdin=subprocess.DEVNULL,
@@ -85,9 +88,13 @@ class Forker:
         )
         inside.close()
 
-    def fork(self, connection: int, output: int) -> Fork:
-        """Fork a rank, which takes its steps from a connection and prints into a file."""
-        socket.send_fds(self._socket, [b"fork"], [connection, output])
+    def fork(self, source: int, output: int, kind: bytes = b"fork") -> Fork:
+        """Fork a rank, which takes its steps from a connection and prints into a file.
+
+        Or, for the kind "script", a process that runs a script: the source is a file of JSON with environment
+        and text. It ends as the interpreter does.
+        """
+        socket.send_fds(self._socket, [kind], [source, output])
         return Fork(self, int(self._answer()))
 
     def poll(self, pid: int) -> int | None:
@@ -111,8 +118,11 @@ class Forker:
 # ---------------------------------------------------------------------------------- inside the process
 
 
-def serve(descriptor: int) -> NoReturn:
-    """Fork ranks, and tell how they have ended, until pytest closes the connection or ends."""
+def serve(descriptor: int) -> str:
+    """Fork ranks, and tell how they have ended, until pytest closes the connection or ends.
+
+    Only a fork that is to run a script returns: its text.
+    """
     for name in PRELOADED:
         with suppress(ImportError):  # transformers may not be installed
             import_module(name)
@@ -124,13 +134,15 @@ def serve(descriptor: int) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(connection, 64, 2)
         if not message:
             os._exit(0)
-        if message != b"fork":
+        if message.startswith(b"poll"):
             connection.sendall(_status(int(message.split()[1])))
             continue
         pid = os.fork()
         if not pid:
             connection.close()
             _become_rank(descriptors[1])
+            if message == b"script":
+                return _read_script(descriptors[0])
             run(descriptors[0])
         with suppress(OSError):  # the rank does so itself, too
             os.setpgid(pid, pid)
@@ -146,6 +158,14 @@ def _become_rank(output: int) -> None:
     os.close(output)
     numpy = import_module("numpy")
     numpy.random.seed()  # as Python does with its own random numbers
+
+
+def _read_script(descriptor: int) -> str:
+    with os.fdopen(descriptor) as file:
+        environment, text = json.load(file)
+    os.environ.update(environment)
+    sys.setswitchinterval(100)
+    return str(text)
 
 
 def _status(pid: int) -> bytes:

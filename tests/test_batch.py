@@ -53,16 +53,15 @@ def test_a_batch_on_a_device_has_the_types_and_shapes_of_the_batch(batch, find):
 def test_what_is_no_tensor_is_handed_on():
     batch = (3, "text", None, object(), Scaled, {1, 2})
     assert to_device(batch, META) == batch
-
-
-def test_a_mapping_keeps_what_it_has_beside_its_items():
-    batch = Scaled(a=x())
-    batch.scale = 0.5
-    assert to_device(batch, META).scale == 0.5
-
-
-def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu_where_torch_reads_them():
+    scaled = Scaled(a=x())
+    scaled.scale = 0.5
+    assert to_device(scaled, META).scale == 0.5
+    # torch reads the sizes of a packed sequence on the CPU.
     assert to_device(pack_sequence([torch.ones(2)]), META).batch_sizes.device == CPU
+    lists = {"a": (x(), [x()])}
+    before = copy.copy(lists)
+    assert to_device(lists, CPU) is lists
+    assert lists["a"][0] is before["a"][0]
 
 
 def test_encodings_and_outputs_of_transformers_keep_their_types():
@@ -76,13 +75,6 @@ def test_encodings_and_outputs_of_transformers_keep_their_types():
     output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(2))
     assert to_device(output, META).last_hidden_state.device == META
     assert output.last_hidden_state.device == CPU
-
-
-def test_on_the_cpu_a_batch_is_the_same_object():
-    batch = {"a": (x(), [x()])}
-    before = copy.copy(batch)
-    assert to_device(batch, CPU) is batch
-    assert batch["a"][0] is before["a"][0]
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")  # there is no accelerator to pin for

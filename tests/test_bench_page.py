@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,71 +40,36 @@ PUBLISHED = {
 """Published documents of each kind of table."""
 
 MEDIAN = {"value": 0.5, "low": 0.4, "high": 0.6}
-TENSOR_PARALLEL: dict[str, Any] = {
-    "zeroshard, s a step": MEDIAN,
-    "torch, s a step": {"value": 2.0, "low": 1.0, "high": 3.0},
-    "ratio zeroshard/torch": {"value": 0.25, "low": 0.125, "high": 0.375},
+DOCUMENT = {
+    "benchmark": "page/some",
+    "command": "python benchmarks/some.py --ranks 2",
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "machine": {"cpu": "a processor", "cores": 2, "memory_gb": 8.0, "gpus": []},
+    "versions": {"python": "3.11.7", "torch": "2.14.1", "deepspeed": None},
+    "settings": {"ranks": 4, "tp": 2, "stage": 3},
+    "rows": {
+        "zeroshard, s a step": MEDIAN,
+        "torch, s a step": {"value": 2.0, "low": 1.0, "high": 3.0},
+        "ratio zeroshard/torch": {"value": 0.25, "low": 0.125, "high": 0.375},
+    },
 }
+"""A document as a benchmark of tensor parallelism writes it."""
 
 
-def document(rows: Any, **extra: Any) -> dict[str, Any]:
-    """A document as a benchmark writes it."""
-    return {
-        "benchmark": "page/some",
-        "command": "python benchmarks/some.py --ranks 2",
-        "date": "2026-01-02T03:04:05+00:00",
-        "commit": "0123456789abcdef",
-        "uncommitted_changes": False,
-        "machine": {"cpu": "a processor", "cores": 2, "memory_gb": 8.0, "gpus": []},
-        "versions": {"python": "3.11.7", "torch": "2.14.1", "deepspeed": None},
-        "settings": {"ranks": 4, "tp": 2, "stage": 3},
-        "rows": rows,
-        **extra,
-    }
-
-
-def benchmark(name: str, *runs: suite.Run) -> suite.Benchmark:
-    """A section whose table is that of tensor parallelism."""
-    return suite.Benchmark(
-        name=name, title=f"Title of {name}", text="Text.", runs=runs, kind="tensor_parallel"
-    )
-
-
-def run_of(folder: Path, name: str, lines: str, **times: float) -> suite.Run:
-    """A run of a script of a few lines, which finds the path of its document as `path`."""
+def benchmark(folder: Path, name: str, code: str) -> suite.Benchmark:
+    """A section with a run of some code, which finds the path of its document as `path`."""
     script, path = folder / f"{name}.py", folder / "page" / f"{name}.json"
-    given = json.dumps(document(TENSOR_PARALLEL))
-    script.write_text(
-        f"import json, os, pathlib, signal, sys, time\npath = pathlib.Path({str(path)!r})\n"
-        f"given = {given!r}\n{lines}\n"
-    )
-    return suite.Run(name=name, command=str(script), start_s=times.get("start_s", 0.0))
-
-
-WRITES = "path.write_text(given)"
+    script.write_text(f"import pathlib, sys\npath = pathlib.Path({str(path)!r})\n{code}\n")
+    run = suite.Run(name=name, command=str(script), start_s=0.0)
+    return suite.Benchmark(name=name, title=name, text="Text.", runs=(run,), kind="tensor_parallel")
 
 
 def text_of(folder: Path) -> str:
     """The text of the page, without pictures and elements."""
     html = (folder / "page/index.html").read_text(encoding="utf-8")
     return re.sub(r"<svg.*?</svg>|<style.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)
-
-
-# ------------------------------------------------------------------------------------ from given documents
-
-
-def test_the_page_has_each_figure_and_below_it_how_it_was_measured(tmp_path: Path) -> None:
-    folder = tmp_path / "page"
-    folder.mkdir()
-    (folder / "some.json").write_text(json.dumps(document(TENSOR_PARALLEL)))
-    some = benchmark("some", suite.Run(name="some", command="some.py", start_s=1))
-    assert not page.write_page([some], folder)[0].problems
-    text = text_of(tmp_path)
-    for figure in ("tp 2, dp 2, stage 3", "0.500", "2.000", "0.250 [0.125, 0.375]"):
-        assert figure in text
-    facts = ("python benchmarks/some.py --ranks 2", "2026-01-02", "0123456", "a processor, 2 cores, 8.0 GB")
-    for fact in (*facts, "python 3.11.7, torch 2.14.1"):
-        assert fact in text
 
 
 @pytest.mark.parametrize("kind", sorted(tables.TABLES))
@@ -123,14 +87,18 @@ def test_each_kind_has_a_table_and_a_picture_of_published_documents(kind: str) -
 
 
 def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    bad = run_of(tmp_path, "bad", "print('an error <of> the benchmark'); sys.exit(3)")
-    good = run_of(tmp_path, "good", WRITES)
-    found = [benchmark("bad", bad), benchmark("good", good)]
+    found = [
+        benchmark(tmp_path, "bad", "print('an error <of> the benchmark'); sys.exit(3)"),
+        benchmark(tmp_path, "good", f"path.write_text({json.dumps(DOCUMENT)!r})"),
+    ]
     assert page.make(found, None, tmp_path / "page", None) == 1
     text = text_of(tmp_path)
     assert "bad: failed; exit status 3; the last lines of its output:" in text
     assert "an error &lt;of&gt; the benchmark" in text
-    assert "0.250 [0.125, 0.375]" in text
+    facts = ("python benchmarks/some.py --ranks 2", "2026-01-02", "0123456", "a processor, 2 cores, 8.0 GB")
+    figures = ("tp 2, dp 2, stage 3", "0.500", "2.000", "0.250 [0.125, 0.375]")
+    for shown in (*facts, *figures, "python 3.11.7, torch 2.14.1"):
+        assert shown in text
     assert page.make(found, "good", tmp_path / "page", None) == 0  # the failure of another call is kept
     assert "bad: failed; exit status 3" in text_of(tmp_path)
 
@@ -163,21 +131,14 @@ def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
 # ------------------------------------------------------------------------------------- the tables of the docs
 
 
-def test_the_tables_of_performance_are_those_of_the_documents() -> None:
-    text = page.PERFORMANCE.read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("file", "by_hand"),
+    [(page.PERFORMANCE, 1), (page.EXPERIMENTS, 0)],  # the table of choices has no figures
+    ids=["performance", "experiments"],
+)
+def test_the_tables_of_a_page_are_those_of_the_documents(file: Path, by_hand: int) -> None:
+    text = file.read_text(encoding="utf-8")
     assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
-
-
-def test_the_tables_of_the_experiments_are_those_of_the_documents() -> None:
-    text = page.EXPERIMENTS.read_text(encoding="utf-8")
-    assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
-    rest = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
-    assert not re.search(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE), "no table by hand"
-
-
-def test_every_table_of_performance_is_made_of_documents() -> None:
-    text = page.PERFORMANCE.read_text(encoding="utf-8")
-    rest = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
-    by_hand = re.findall(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE)
-    assert len(by_hand) <= 1, "only the table of choices has no figures"
-    assert len(re.findall(r"<!-- table: ", text)) == len(re.findall(r"<!-- end -->", text)) > 10
+    rest, number = re.subn(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    assert len(re.findall(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE)) <= by_hand
+    assert number == text.count("<!-- end -->") > 0

@@ -21,17 +21,17 @@ from tests.distributed.models import Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
 from zeroshard.cli.main import main
 from zeroshard.cli.options import COMMANDS, parse_model
+from zeroshard.plan.arrangement import Arrangement
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_version_is_that_of_the_installed_package(capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(["--version"])
-    assert ending.value.code == 0
-    assert capsys.readouterr().out == f"zeroshard {installed_version()}\n"
+def test_version_is_that_of_the_installed_package():
+    command = [sys.executable, "-m", "zeroshard", "--version"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == f"zeroshard {installed_version()}\n"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert installed_version() in (project["version"], "not installed")
 
@@ -55,10 +55,8 @@ def folder(ranks, tmp_path_factory):
     return folder
 
 
-def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folder):
-    command = [sys.executable, "-m", "zeroshard", "inspect", folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    summary, totals, tensors, verdict = done.stdout.split("\n\n")
+def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folder, capsys):
+    summary, totals, tensors, verdict = shown(capsys, "inspect", folder).split("\n\n")
     model = Tiny()
     count, numel = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
     for line in (
@@ -86,18 +84,16 @@ def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folde
     names = [name for name, (kind, *_) in rows(tensors, 3).items() if kind == "parameter"]
     assert names == [name for name, _ in model.named_parameters()]
     assert verdict == "intact: all files are there and as they were written\n"
-    assert not done.stderr
 
 
 def test_inspect_tells_programs_the_same_in_json(folder, capsys):
-    assert main(["inspect", str(folder / "first"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(shown(capsys, "inspect", folder / "first", "--json"))
     assert (found["step"], found["stage"], found["optimizer"], found["verified"]) == (2, 2, "AdamW", True)
     weights = {name: tensor for name, tensor in found["tensors"].items() if tensor["kind"] == "parameter"}
     expected = {name: (list(p.shape), p.nbytes) for name, p in Tiny().named_parameters()}
     assert {name: (tensor["shape"], tensor["bytes"]) for name, tensor in weights.items()} == expected
-    assert main(["inspect", str(folder / "first"), "--json", "--no-verify"]) == 0
-    assert json.loads(capsys.readouterr().out) == found | {"verified": False}
+    unverified = json.loads(shown(capsys, "inspect", folder / "first", "--json", "--no-verify"))
+    assert unverified == found | {"verified": False}
 
 
 def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
@@ -122,6 +118,16 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("estimate", "7e9", "--optimizer-bits", "4"), "optimizer-bits"),
         (("estimate", "7e9", "--precision", "int8"), "int8"),
         (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "leave out --stage, --precision"),
+        (("mesh",), "--ranks"),
+        (("mesh", "--ranks", "many"), "'many'"),
+        (("mesh", "--ranks", 0), "num_ranks: expected at least 1 rank, got 0"),
+        (("mesh", "--ranks", 10**12), "--ranks: expected at most 4,096, got 1,000,000,000,000"),
+        (("mesh", "--ranks", 8, "--tp", 0), "config key 'mesh.tp': expected an integer >= 1, got 0"),
+        (("mesh", "--ranks", 8, "--shard-group-size", 0), "config key 'shard_group_size'"),
+        (
+            ("mesh", "--ranks", 32, "--tp", 4, "--shard-group-size", 3),
+            "32 rank(s) cannot be arranged with mesh.tp=4, shard_group_size=3: expected a multiple of 12",
+        ),
         (("estimate", tmp_path), "config.json"),
         (("estimate", folder / "second.0" / "zeroshard.json"), "transformers builds no model of it"),
     ):
@@ -137,8 +143,7 @@ def test_what_is_damaged_ends_with_1_and_the_name_of_the_file(folder, capsys):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    assert main(["inspect", str(folder / "first"), "--no-verify"]) == 0
-    capsys.readouterr()
+    shown(capsys, "inspect", folder / "first", "--no-verify")
     manifest = directory / "zeroshard.json"
     of_another_step = manifest.read_bytes().replace(b'"global_step": 2', b'"global_step": 3')
     assert of_another_step != manifest.read_bytes()
@@ -148,6 +153,20 @@ def test_what_is_damaged_ends_with_1_and_the_name_of_the_file(folder, capsys):
         code, said = failure(capsys, "inspect", folder / "first", prints=True)
         assert code == 1
         assert str(damaged) in said
+
+
+@pytest.mark.parametrize(("num_ranks", "pp", "tp", "size"), [(32, 4, 4, None), (24, 1, 2, 3)])
+def test_each_rank_of_a_mesh_has_a_line_with_its_place_on_each_axis(capsys, num_ranks, pp, tp, size):
+    options = () if size is None else ("--shard-group-size", size)
+    title, columns, _, *found = shown(
+        capsys, "mesh", "--ranks", num_ranks, "--tp", tp, "--pp", pp, *options
+    ).splitlines()
+    arrangement = Arrangement(num_ranks, pp, tp, size)
+    sizes = arrangement.sizes._asdict()
+    assert title.endswith(": " + " x ".join(f"{axis} {number}" for axis, number in sizes.items()))
+    assert columns.split() == ["rank", *sizes]
+    expected = [[rank, *arrangement.coordinates(rank)] for rank in range(num_ranks)]
+    assert [list(map(int, row.split())) for row in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -167,13 +186,10 @@ def test_a_manifest_that_says_what_cannot_be_is_damaged(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("7B", 7 * 10**9),
-        ("125m", 125_000_000),
         ("7e9", 7 * 10**9),
         ("135_000_000", 135_000_000),
         ("135,000,000", 135_000_000),
         ("1.235B", 1_235_000_000),
-        ("512", 512),
         ("1T", 10**12),
         ("2.5k", 2500),
     ],
@@ -187,8 +203,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def test_estimate_shows_all_stages_side_by_side(capsys):
-    assert main(["estimate", "7B", "--precision", "bf16"]) == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, "estimate", "7B", "--precision", "bf16")
     answers = [zeroshard.estimate(7e9, 8, {"stage": s, "precision": "bf16"}) for s in range(4)]
     found = table(out)
     assert found["parameters"] == [format_bytes(answer.parameters) for answer in answers]
@@ -201,14 +216,15 @@ def test_estimate_shows_all_stages_side_by_side(capsys):
 
 
 def test_estimate_takes_ranks_bits_and_a_config(tmp_path, capsys):
-    assert main(["estimate", "1e9", "--world-size", "2", "--stage", "1", "--optimizer-bits", "8"]) == 0
+    options = ("--world-size", 2, "--stage", 1, "--optimizer-bits", 8)
     expected = zeroshard.estimate(1e9, 2, {"stage": 1}, optimizer_bits=8)
-    assert table(capsys.readouterr().out)["optimizer states"] == [format_bytes(expected.optimizer)]
+    found = table(shown(capsys, "estimate", "1e9", *options))
+    assert found["optimizer states"] == [format_bytes(expected.optimizer)]
     (tmp_path / "config.toml").write_text("stage = 2\ngradient_accumulation_steps = 4\n")
-    assert main(["estimate", "1e9", "--config", str(tmp_path / "config.toml")]) == 0
     config = {"stage": 2, "gradient_accumulation_steps": 4}
     sent = format_bytes(zeroshard.estimate(1e9, 8, config).wire_bytes_per_step)
-    assert table(capsys.readouterr().out)["sent in a step"] == [sent]
+    found = table(shown(capsys, "estimate", "1e9", "--config", tmp_path / "config.toml"))
+    assert found["sent in a step"] == [sent]
 
 
 def write_config(folder: Path) -> nn.Module:
@@ -230,27 +246,26 @@ def test_estimate_of_a_quantized_model_counts_codes_and_scales(tmp_path, capsys)
     model = write_config(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how.to_dict()}))
-    assert main(["estimate", str(tmp_path), "--stage", "3"]) == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, "estimate", tmp_path, "--stage", 3)
     assert f"with {sum(p.numel() for p in model.parameters()):,} parameters" in out
     expected = zeroshard.estimate(zeroshard.quantize(model, how), 8)
     assert table(out)["parameters"] == [format_bytes(expected.parameters)]
     assert table(out)["scales of codes"] == [format_bytes(expected.scales)]
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["estimate", str(tmp_path)]) == 2
-    assert "quantized by bitsandbytes, got a GPTQConfig" in capsys.readouterr().err
+    code, said = failure(capsys, "estimate", tmp_path)
+    assert code == 2
+    assert "quantized by bitsandbytes, got a GPTQConfig" in said
 
 
-@pytest.mark.parametrize("name", [".", "config.json"])
-def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys, name):
+def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys):
     model = write_config(tmp_path)
-    assert main(["estimate", str(tmp_path / name), "--precision", "bf16", "--stage", "3"]) == 0
-    out = capsys.readouterr().out
     expected = zeroshard.estimate(model, 8, {"precision": "bf16"})
-    assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
-    assert table(out)["parameters"] == [format_bytes(expected.parameters)]
-    assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
+    for name in (".", "config.json"):
+        out = shown(capsys, "estimate", tmp_path / name, "--precision", "bf16", "--stage", 3)
+        assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
+        assert table(out)["parameters"] == [format_bytes(expected.parameters)]
+        assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
 
 
 def save_llama(folder: str) -> None:
@@ -258,24 +273,21 @@ def save_llama(folder: str) -> None:
     engine.save_checkpoint(Path(folder, "checkpoints"), "step-300")
 
 
-def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
+@pytest.mark.long_where(name=["estimate", "doctor"])  # they import large packages
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks, name):
     ranks(1, save_llama, str(tmp_path))
     (tmp_path / "zeroshard.toml").write_text("stage = 2\n")
     monkeypatch.chdir(tmp_path)
-    for name in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        _, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
-        assert examples
-        for example in examples.splitlines():
-            program, *arguments = shlex.split(example)
-            assert program == "zeroshard"
-            assert arguments[0] == name
-            assert main(arguments) == 0, example
-            out, err = capsys.readouterr()
-            assert out or name == "export", example
-            assert not err, example
-    assert (tmp_path / "out/model.safetensors").is_file()
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    _, _, found = capsys.readouterr().out.partition("\nexamples:\n")
+    assert found
+    for example in found.splitlines():
+        program, *arguments = shlex.split(example)
+        assert [program, arguments[0]] == ["zeroshard", name]
+        assert shown(capsys, *arguments) or name == "export", example
+    assert (tmp_path / "out/model.safetensors").is_file() == (name == "export")
 
 
 EXAMPLES = [

@@ -19,11 +19,11 @@ def test_the_page_has_versions_the_machine_and_features(capsys: pytest.CaptureFi
     out = shown(capsys, "doctor")
     assert re.search(rf"torch +{re.escape(torch.__version__)}\n", out)
     assert re.search(r"backends of torch .*gloo", out)
-    assert re.search(r"models of transformers +yes\n", out)
+    assert re.search(r"models of transformers +yes: transformers \S+, safetensors \S+\n", out)
 
 
 def test_packages_and_devices_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"numba": "0.60", "peft": "0.21"}
+    versions = {"numba": "0.60", "peft": "0.21", "numpy": "2.3"}
 
     def version(name: str) -> str:
         if name not in versions:
@@ -31,7 +31,7 @@ def test_packages_and_devices_are_told_with_the_reason(monkeypatch: pytest.Monke
         return versions[name]
 
     def broken(name: str) -> None:
-        raise OSError(f"lib{name}.so: cannot open shared object file\nmore")
+        raise RuntimeError(f"lib{name}.so: cannot open shared object file\nmore")
 
     module = SimpleNamespace(
         get_device_properties=lambda index: SimpleNamespace(name="H100"),
@@ -47,12 +47,10 @@ def test_packages_and_devices_are_told_with_the_reason(monkeypatch: pytest.Monke
     device = "H100, 70.00 GiB free of 80.00 GiB"
     assert lines.index(f"cuda:1 {device}") == lines.index(f"cuda:0 {device}") + 1
     assert {
-        "peft 0.21",
-        "trl not installed",
-        "LoRA yes",
+        "LoRA yes: peft 0.21",
         f"8-bit states on CPUs, fast no: numba 0.60 does not load: {broken_lib}",
         "Lightning no: lightning is not installed: pip install lightning",
     } <= set(lines)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built for CPUs alone" in doctor.read_machine()["accelerator"]
+    monkeypatch.setattr(torch.cuda, "init", lambda: broken("cuda"))
+    assert doctor.read_machine()["accelerator"] == "none: libcuda.so: cannot open shared object file"

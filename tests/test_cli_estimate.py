@@ -49,21 +49,14 @@ def test_the_settings_that_fit_a_device_are_listed_best_first(capsys):
     assert out.splitlines()[-5].startswith(" and ")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "part"),
-    [
-        ("--stage", 3, "stage 3,"),
-        ("--optimizer-bits", 8, "8-bit states"),
-        ("--recompute", "unit", "recompute"),
-    ],
-)
-def test_a_setting_that_is_given_is_that_of_all_that_fit(capsys, option, value, part):
-    asked = ("1B", "--precision", "bf16", "--tokens", 4096, option, value)
+def test_settings_that_are_given_are_those_of_all_that_fit(capsys):
+    given = ("--stage", 3, "--optimizer-bits", 8, "--recompute", "unit")
+    asked = ("1B", "--precision", "bf16", "--tokens", 4096, *given)
     rows = rows_of_fits(shown(capsys, *asked, "--memory", "80GB", "--host", "1TiB"))
     assert rows
-    assert all(part in row for row in rows)
-    if option != "--recompute":  # a row names it only where it is on
-        assert part in shown(capsys, *asked, "--memory", "1MiB").partition("the least is")[2]
+    assert all(row.startswith("stage 3, 8-bit states, recompute") for row in rows)
+    least = shown(capsys, *asked, "--memory", "1MiB").partition("the least is")[2]
+    assert "stage 3, 8-bit states" in least
 
 
 def test_the_least_setting_is_told_where_none_fits(capsys):
@@ -102,11 +95,6 @@ def test_adapters_over_codes_are_estimated(capsys, tmp_path):
     assert gradients(out) < gradients(shown(capsys, *options)) / 20
 
 
-@pytest.mark.parametrize("option", ["--lora", "--weight-bits"])
-def test_adapters_and_codes_of_a_number_are_refused(capsys, option):
-    assert "expected the config.json of a model, got a number" in refused(capsys, "7B", option, 8)
-
-
 def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -124,6 +112,8 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
         (("7B", "--pp", "3"), "mesh.pp=3"),
         (("7B", "--pp", "4", "--tokens", "4096"), "expected mesh.pp=1 for activations, got 4"),
         (("7B", "--pp", "4"), "mesh.pp > 1: expected a model"),
+        (("7B", "--lora", 8), "expected the config.json of a model, got a number"),
+        (("7B", "--weight-bits", 8), "expected the config.json of a model, got a number"),
     ],
 )
 def test_impossible_arguments_are_refused_in_one_line(capsys, arguments, expected):

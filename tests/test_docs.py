@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import runpy
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.given import GIVEN
+from tests.ranks import on_ranks
 from zeroshard import Config
+from zeroshard.config.checked import flat
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/diary.md"]
@@ -45,18 +46,8 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
-def leaves(section: Any, prefix: str = "") -> dict[str, Any]:
-    """The fields of a config, by dotted name, with their values."""
-    found = {}
-    for option in fields(section):
-        value = getattr(section, option.name)
-        inside = leaves(value, f"{prefix}{option.name}.") if is_dataclass(value) else None
-        found |= inside if inside is not None else {f"{prefix}{option.name}": value}
-    return found
-
-
 def test_the_table_of_the_config_has_every_key_and_its_default() -> None:
-    assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == leaves(Config())
+    assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == flat(Config())
 
 
 def test_the_tables_of_offload_are_those_of_the_estimates() -> None:
@@ -77,10 +68,14 @@ def test_the_home_page_has_the_example_of_the_readme() -> None:
     assert re.findall(r"```python\n(.*?)```", home, re.DOTALL) == [README_EXAMPLE]
 
 
-def train_as_the_readme_shows(folder: Path) -> tuple[int, float]:
-    """Run the example of the README in a folder; return the steps that were taken and the last loss."""
+@on_ranks(2)
+def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     names: dict[str, Any] = {}
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, HOME=str(folder)):  # the cache lies in HOME
+    with (
+        contextlib.chdir(tmp_path),
+        mock.patch.dict(os.environ, HOME=str(tmp_path)),
+    ):  # the cache lies in HOME
         if dist.get_rank() == 0:
             Path("corpus.txt").write_text("Some text of several blocks. " * 200, encoding="utf-8")
         bytes_of = next(GIVEN["data.md"]())["tokenizer"]  # all ranks meet there
@@ -90,16 +85,10 @@ def train_as_the_readme_shows(folder: Path) -> tuple[int, float]:
 
         with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=tokenizer):
             exec(README_EXAMPLE, names)
-    return names["engine"].global_step, names["loss"].item()
-
-
-def test_the_example_of_the_readme_trains(ranks: Any, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    for global_step, loss in ranks(2, train_as_the_readme_shows, tmp_path):
-        assert global_step > 0
-        assert 0 < loss < 5
-    assert (tmp_path / "out/config.json").is_file()
-    assert list((tmp_path / "out").glob("*.safetensors"))
+        assert names["engine"].global_step > 0
+        assert 0 < names["loss"].item() < 5
+        assert Path("out/config.json").is_file()
+        assert list(Path("out").glob("*.safetensors"))
 
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

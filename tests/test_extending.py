@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from zeroshard import Config, Mesh, Pipeline
 from zeroshard.parallel.pipeline.actions import Action, Schedule, backward, forward, frozen, loop
 from zeroshard.parallel.pipeline.simulate import count_activations, simulate
@@ -59,12 +58,13 @@ class InFile:
         out.copy_(torch.from_file(str(self.path), size=self.size, dtype=self.dtype))
 
 
-def losses_of_weights_in_files(folder: Path) -> tuple[list[float], set[int]]:
-    """The losses before a step, with the weights from before it and with those after it; loads of a file."""
+@on_ranks(2)
+def test_units_gather_weights_of_another_store(tmp_path: Path) -> None:
+    """The losses before a step, with the weights from before it and with those after it."""
     engine, stores = start({"stage": 3}), {}
     for buffer in engine._runtime.buffers:
         name = f"{buffer.unit_name}.{engine.global_rank}"
-        stores[buffer] = InFile(folder / name, buffer.main.detach())
+        stores[buffer] = InFile(tmp_path / name, buffer.main.detach())
     losses = [loss_of(engine)]
     engine.backward(losses[0])
     engine.step()
@@ -74,32 +74,16 @@ def losses_of_weights_in_files(folder: Path) -> tuple[list[float], set[int]]:
         with torch.no_grad():
             losses.append(loss_of(engine))
     engine.close(restore=False)
-    return [loss.item() for loss in losses], {store.num_loads for store in stores.values()}
-
-
-def test_units_gather_weights_of_another_store(ranks: Ranks, tmp_path: Path) -> None:
-    for (before, old, new), num_loads in ranks(2, losses_of_weights_in_files, tmp_path):
-        assert before == old != new
-        assert num_loads == {1}
+    before, old, new = (loss.item() for loss in losses)
+    assert before == old != new
+    assert {store.num_loads for store in stores.values()} == {1}
 
 
 # ---------------------------------------------------------------------------------------------- an exchange
 
 
-def exchanges_of_a_row(row: placement.Placements) -> tuple[list[Tensor], dict[str, int]]:
-    """The parameters after a step of some micro-batches, and the numbers of collectives."""
-    with mock.patch.object(placement, "STAGES", (*placement.STAGES[:3], row)):
-        engine = start({"stage": 3, "gradient_accumulation_steps": NUM_MICRO_BATCHES})
-    for _ in range(NUM_MICRO_BATCHES):
-        engine.backward(loss_of(engine))
-        engine.step()
-    report = engine.comm_report()
-    calls = {one.value: report.calls[one.value] for one in Collective}
-    engine.close()
-    return [parameter.detach() for parameter in engine.module.parameters()], calls
-
-
-def test_exchanges_follow_from_a_row_of_placements(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_exchanges_follow_from_a_row_of_placements() -> None:
     """Parameters are sharded from a backward to the next forward, and gradients once a step."""
     row = replace(placement.STAGES[3], kept={}, gradient=placement.SUMMANDS)
     (reduction,) = exchanges(row.gradient, row.optimizer, {placement.DP_SHARD: 2})
@@ -108,9 +92,16 @@ def test_exchanges_follow_from_a_row_of_placements(ranks: Ranks) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    for parameters, calls in ranks(2, exchanges_of_a_row, row):
-        torch.testing.assert_close(parameters, [parameter.detach() for parameter in model.parameters()])
-        assert calls == {"all_gather": NUM_UNITS * NUM_MICRO_BATCHES, "reduce_scatter": NUM_UNITS}
+    with mock.patch.object(placement, "STAGES", (*placement.STAGES[:3], row)):
+        engine = start({"stage": 3, "gradient_accumulation_steps": NUM_MICRO_BATCHES})
+    for _ in range(NUM_MICRO_BATCHES):
+        engine.backward(loss_of(engine))
+        engine.step()
+    report = engine.comm_report()
+    calls = {one.value: report.calls[one.value] for one in Collective}
+    engine.close()
+    torch.testing.assert_close(list(engine.module.parameters()), list(model.parameters()))
+    assert calls == {"all_gather": NUM_UNITS * NUM_MICRO_BATCHES, "reduce_scatter": NUM_UNITS}
 
 
 # ---------------------------------------------------------------------------------------------- a schedule
@@ -127,26 +118,23 @@ def in_waves(num_ranks: int, num_microbatches: int, size: int) -> Schedule:
     return Schedule(loop(num_ranks, 1), num_microbatches, frozen(lists))
 
 
-def losses_of_schedules(schedules: Sequence[str]) -> list[list[float]]:
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
+@on_ranks(2)
+def test_a_schedule_of_waves_trains_as_1f1b_does(size: int) -> None:
+    schedule = in_waves(2, NUM_MICRO_BATCHES, size)
+    assert count_activations(schedule).per_rank == (size, size)
+    assert simulate(schedule).makespan > simulate(in_waves(2, NUM_MICRO_BATCHES, 4)).makespan
     found = []
-    for schedule in schedules:
-        pipeline = Pipeline(schedule=schedule, num_microbatches=NUM_MICRO_BATCHES, balance="memory")
+    for each in (str(schedule), "1f1b"):
+        pipeline = Pipeline(schedule=each, num_microbatches=NUM_MICRO_BATCHES, balance="memory")
         config = Config(stage=3, mesh=Mesh(pp=2), pipeline=pipeline)
         made = zeroshard.initialize(build_model(), torch.optim.AdamW, config, loss_fn=nn.functional.mse_loss)
         torch.manual_seed(1)
         batches = [torch.randn(8, 64) for _ in range(3)]
         found.append([made.engine.train_batch(batch, batch).item() for batch in batches])
         made.engine.close(restore=False)
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_schedule_of_waves_trains_as_1f1b_does(ranks: Ranks, size: int) -> None:
-    schedule = in_waves(2, NUM_MICRO_BATCHES, size)
-    assert count_activations(schedule).per_rank == (size, size)
-    assert simulate(schedule).makespan > simulate(in_waves(2, NUM_MICRO_BATCHES, 4)).makespan
-    for waves, expected in ranks(2, losses_of_schedules, (str(schedule), "1f1b")):
-        assert waves == expected
+    waves, expected = found
+    assert waves == expected
 
 
 def test_each_of_them_has_at_most_60_lines() -> None:

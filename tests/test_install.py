@@ -36,13 +36,10 @@ esac
 """
 
 
-def test_an_extra_may_name_other_extras_of_the_project() -> None:
+def test_an_extra_may_name_other_extras_of_the_project_and_names_are_compared_as_pip_does() -> None:
     assert requirements(PROJECT, ["hf"]) == ["torch>=2.11", "psutil", "transformers>=5"]
     everything = ["torch>=2.11", "psutil", "transformers>=5", "matplotlib", "pytest>=8"]
     assert requirements(PROJECT, ["dev"]) == everything
-
-
-def test_names_are_compared_as_pip_does() -> None:
     wanted = ["torch>=2.11,<3", "PyYAML", "pytest-xdist", "typing_extensions>=4", "rich"]
     versions = {"pyyaml": "6", "torch": "2.14.1", "typing-extensions": "4.1"}
     assert missing(wanted, versions) == ["pytest-xdist", "rich"]
@@ -70,7 +67,7 @@ def test_an_active_environment_keeps_its_torch_and_gets_what_it_lacks(tmp_path: 
     assert end.strip().startswith("done in ")
 
 
-@pytest.mark.long_where(target=["finetune", "finetune-llm"])
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["finetune", "test", "finetune-llm"])
 def test_a_target_installs_what_it_needs_first(target: str) -> None:
     extras = {"finetune": "hf plot", "test": "dev", "finetune-llm": LLM}[target]

@@ -38,20 +38,15 @@ def test_the_check_reads_this_node():
     assert 0 < host_bytes_free() <= psutil.virtual_memory().total
 
 
-def write(folder, **contents):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        (folder / name.replace("__", ".")).write_text(content)
-
-
 def test_limits_of_control_groups_of_version_2(tmp_path):
-    write(
-        tmp_path / "job",
-        memory__max="1000\n",
-        memory__current="900\n",
-        memory__stat="anon 1\ninactive_file 50",
-    )
-    write(tmp_path / "job/rank", memory__max="max\n", memory__current="7\n", memory__stat="inactive_file 3\n")
+    contents = {
+        "job": ("1000\n", "900\n", "anon 1\ninactive_file 50"),
+        "job/rank": ("max\n", "7\n", "inactive_file 3\n"),
+    }
+    for folder, texts in contents.items():
+        (tmp_path / folder).mkdir()
+        for name, text in zip(("max", "current", "stat"), texts, strict=True):
+            (tmp_path / folder / f"memory.{name}").write_text(text)
     assert list(limits_of_groups("0::/job/rank\n", tmp_path)) == [150]
     assert list(limits_of_groups("0::/elsewhere\n", tmp_path)) == []
 

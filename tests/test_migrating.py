@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -26,21 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import zeroshard
+from tests.migrating import SECTIONS, TEXT, blocks
+from tests.ranks import on_ranks
 from zeroshard import Config
 
-TEXT = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
-_, *PARTS = re.split(r"\n## From (.*)\n", TEXT)
-SECTIONS = dict(zip(PARTS[::2], PARTS[1::2], strict=True))
 FROM_DDP, FROM_DEEPSPEED, FROM_FSDP2 = (
     SECTIONS[name] for name in ("DistributedDataParallel", "DeepSpeed", "FSDP2")
 )
-
-
-def blocks(text, first_line):
-    """The Python blocks that begin with a comment."""
-    return re.findall(rf"```python\n# {first_line}\n(.*?)```", text, re.DOTALL)
-
-
 (DS_CONFIG,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -76,8 +67,9 @@ def run(block, rank, **names):
     return names
 
 
-def replace_ddp(folder):
-    """For the DDP script and what it becomes: the mean on held-out data, and the file that rank 0 wrote."""
+@on_ranks(2, process_group=False)
+def test_what_a_ddp_script_becomes_trains_the_same(tmp_path):
+    """The mean on held-out data, and the file that rank 0 writes."""
     rank = int(os.environ["RANK"])
     generator = torch.Generator().manual_seed(1)
     library = {
@@ -93,19 +85,15 @@ def replace_ddp(folder):
     ended = []
     for first_line in ("DDP", "zeroshard"):
         (script,) = blocks(FROM_DDP, first_line)
-        Path(folder, first_line).mkdir(exist_ok=True)
-        with contextlib.chdir(Path(folder, first_line)):
+        (tmp_path / first_line).mkdir(exist_ok=True)
+        with contextlib.chdir(tmp_path / first_line):
             ended.append(run(script, rank, **library))
     (alone,) = blocks(FROM_DDP, "zeroshard: one rank evaluates")
-    names = dict(ended[1])
-    exec(alone, names)
-    return [names["mean"].item() for names in (*ended, names) if "mean" in names]
-
-
-def test_what_a_ddp_script_becomes_trains_the_same(ranks, tmp_path):
-    (ddp, ours, alone), _ = ranks(2, replace_ddp, str(tmp_path), process_group=False)
-    assert ours == pytest.approx(ddp, abs=1e-6)
-    assert alone == pytest.approx(ddp, abs=1e-6)
+    exec(alone, names := dict(ended[1]))
+    if rank:
+        return
+    ddp, ours, again = (each["mean"].item() for each in (*ended, names))
+    assert [ours, again] == pytest.approx([ddp] * 2, abs=1e-6)
     expected, saved = (torch.load(tmp_path / name / "model.pt") for name in ("DDP", "zeroshard"))
     assert saved.keys() == expected.keys()
     for name, value in expected.items():
@@ -113,13 +101,16 @@ def test_what_a_ddp_script_becomes_trains_the_same(ranks, tmp_path):
         assert not torch.equal(value, run("", 0)["model"].state_dict()[name])
 
 
-def evaluate_on_rank_0_alone(stage):
-    """The message of the error where there is one, with a watchdog of 2 s; None where all is well."""
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_evaluation_on_rank_0_alone_works_up_to_stage_2_and_is_an_error_at_stage_3(stage):
     names = run("", int(os.environ["RANK"]))
     optimizer = torch.optim.SGD(names["model"].parameters(), lr=0.1)
-    engine = zeroshard.initialize(names["model"], optimizer, {"stage": stage, "watchdog_s": 2}).engine
+    config = {"stage": stage, "watchdog_s": 1 if stage == 3 else 60}
+    engine = zeroshard.initialize(names["model"], optimizer, config).engine
     inputs, targets = names["loader"][0]
-    try:
+    refused = pytest.raises(RuntimeError, match=r"every forward \(in evaluation too\)")
+    with refused if stage == 3 else contextlib.nullcontext():
         for _ in range(2):
             if dist.get_rank() == 0:
                 with torch.no_grad():
@@ -127,19 +118,10 @@ def evaluate_on_rank_0_alone(stage):
             F.cross_entropy(engine(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    except RuntimeError as error:
-        return str(error)
-    return None
 
 
-def test_evaluation_on_rank_0_alone_works_up_to_stage_2_and_is_an_error_at_stage_3(ranks):
-    assert ranks(2, evaluate_on_rank_0_alone, 2) == [None, None]
-    for message in ranks(2, evaluate_on_rank_0_alone, 3):
-        assert "every forward (in evaluation too)" in message
-
-
-def replace_fsdp2():
-    """The state dicts after the FSDP2 script and after what it becomes, and the losses."""
+@on_ranks(2)
+def test_what_an_fsdp2_script_becomes_trains_the_same():
     rank = int(os.environ["RANK"])
     library = {
         "zeroshard": zeroshard,
@@ -149,41 +131,31 @@ def replace_fsdp2():
         "StateDictOptions": StateDictOptions,
         "get_model_state_dict": get_model_state_dict,
     }
-    scripts = [*blocks(FROM_FSDP2, "FSDP2"), *blocks(FROM_FSDP2, "zeroshard")]
-    ended = [run(script, rank, **library) for script in scripts]
-    return [(names["loss"].item(), copy.deepcopy(names["state_dict"])) for names in ended]
-
-
-def test_what_an_fsdp2_script_becomes_trains_the_same(ranks):
-    (fsdp2, *ours), _ = ranks(2, replace_fsdp2)
-    assert len(ours) == 1
+    (theirs,), (ours,) = (blocks(FROM_FSDP2, first_line) for first_line in ("FSDP2", "zeroshard"))
+    fsdp2 = run(theirs, rank, **library)
+    expected = copy.deepcopy(fsdp2["state_dict"])
+    names = run(ours, rank, **library)
+    if rank:
+        return
     initial = run("", 0)["model"].state_dict()
-    for loss, state_dict in ours:
-        assert loss == pytest.approx(fsdp2[0], rel=1e-2)
-        assert state_dict.keys() == fsdp2[1].keys()
-        for name, expected in fsdp2[1].items():
-            assert not torch.equal(expected, initial[name])
-            torch.testing.assert_close(state_dict[name], expected, rtol=0, atol=1e-3)
+    assert names["loss"].item() == pytest.approx(fsdp2["loss"].item(), rel=1e-2)
+    assert names["state_dict"].keys() == expected.keys()
+    for name, value in expected.items():
+        assert not torch.equal(value, initial[name])
+        torch.testing.assert_close(names["state_dict"][name], value, rtol=0, atol=1e-3)
 
 
-def replace_deepspeed(file):
-    (script,) = blocks(FROM_DEEPSPEED, "zeroshard")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        names = run(
-            script.replace('"ds_config.json"', repr(file)), int(os.environ["RANK"]), zeroshard=zeroshard
-        )
-    (note,) = [str(warning.message) for warning in caught if "DeepSpeed config" in str(warning.message)]
-    return note, names["engine"].global_step, names["optimizer"].param_groups[0]["lr"]
-
-
-def test_what_a_deepspeed_script_becomes_takes_its_steps(ranks, tmp_path):
-    file = tmp_path / "ds_config.json"
+@on_ranks(2)
+def test_what_a_deepspeed_script_becomes_takes_its_steps(tmp_path):
+    rank = int(os.environ["RANK"])
+    file = tmp_path / f"{rank}.json"
     file.write_text(DS_CONFIG)
-    for note, global_step, lr in ranks(2, replace_deepspeed, str(file)):
-        assert "optimizer, scheduler (initialize takes objects of torch" in note
-        assert global_step == 2  # 16 samples, 2 ranks, 2 in a micro-batch, 2 micro-batches in a step
-        assert lr == pytest.approx(1e-3 / 100)
+    (script,) = blocks(FROM_DEEPSPEED, "zeroshard")
+    told = r"DeepSpeed config(.|\n)*optimizer, scheduler \(initialize takes objects of torch"
+    with pytest.warns(UserWarning, match=told):
+        names = run(script.replace('"ds_config.json"', repr(str(file))), rank, zeroshard=zeroshard)
+    assert names["engine"].global_step == 2  # 16 samples, 2 ranks, 2 in a micro-batch, 2 of these in a step
+    assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(1e-3 / 100)
 
 
 FALLING = [0.0001 + 0.9999 * (1 + math.cos(math.pi * part)) / 2 for part in (0.25, 0.5, 0.75, 1.0, 1.0)]
@@ -227,17 +199,14 @@ def test_an_option_that_replaces_something_of_fsdp2_exists(options):
     Config(**eval(f"dict({options})", {"Offload": zeroshard.Offload}))
 
 
-def missing_on_the_engine(names):
-    engine = zeroshard.initialize(Net(), lambda parameters: torch.optim.SGD(parameters, lr=0.1)).engine
-    return [name for name in names if not hasattr(engine, name)]
-
-
-def test_what_is_called_on_the_engine_exists(ranks):
+@on_ranks(1)
+def test_what_is_called_on_the_engine_exists():
     rows = [line.split(" | ") for line in TEXT.splitlines() if line.startswith("| `")]
     ours = " ".join(row[1] for row in rows if len(row) == 2)
     names = set(re.findall(r"engine\.(\w+)", ours))
     assert {"full_state_dict", "unsharded", "clip_grad_norm_"} < names
-    assert ranks(1, missing_on_the_engine, names) == [[]]
+    engine = zeroshard.initialize(Net(), torch.optim.SGD).engine
+    assert [name for name in names if not hasattr(engine, name)] == []
 
 
 def train(model, optimizer, rank):
@@ -252,8 +221,16 @@ def train(model, optimizer, rank):
     return losses
 
 
-def save_load_and_go_on(folder, text, first_line):
-    """The losses after the save, those after the load of it, and the names of the block."""
+@pytest.mark.parametrize(
+    ("section", "first_line", "client_state"),
+    [
+        ("DeepSpeed", "zeroshard: checkpoints", {"epoch": 5}),
+        pytest.param("FSDP2", "FSDP2 with DCP", None, marks=pytest.mark.long),
+        ("FSDP2", "zeroshard with checkpoints", None),
+    ],
+)
+@on_ranks(2)
+def test_code_about_checkpoints_goes_on_where_it_saved(tmp_path, section, first_line, client_state):
     rank = int(os.environ["RANK"])
     model = run("", rank)["model"]
     is_fsdp2 = first_line.startswith("FSDP2")
@@ -265,25 +242,11 @@ def save_load_and_go_on(folder, text, first_line):
     if not is_fsdp2:
         names["engine"] = model = zeroshard.initialize(model, optimizer).engine
     train(model, optimizer, rank)
-    (block,) = blocks(text, re.escape(first_line))
+    (block,) = blocks(SECTIONS[section], re.escape(first_line))
     save, load = block.split("\n\n")
-    with contextlib.chdir(folder):
+    with contextlib.chdir(tmp_path):
         exec(save, names)
         went_on = train(model, optimizer, rank)
         exec(load, names)
-    return went_on, train(model, optimizer, rank), names.get("client_state")
-
-
-@pytest.mark.parametrize(
-    ("section", "first_line", "client_state"),
-    [
-        ("DeepSpeed", "zeroshard: checkpoints", {"epoch": 5}),
-        ("FSDP2", "FSDP2 with DCP", None),
-        ("FSDP2", "zeroshard with checkpoints", None),
-    ],
-)
-def test_code_about_checkpoints_goes_on_where_it_saved(ranks, tmp_path, section, first_line, client_state):
-    text = {"DeepSpeed": FROM_DEEPSPEED, "FSDP2": FROM_FSDP2}[section]
-    for went_on, again, loaded in ranks(2, save_load_and_go_on, str(tmp_path), text, first_line):
-        assert again == went_on
-        assert loaded == client_state
+    assert train(model, optimizer, rank) == went_on
+    assert names.get("client_state") == client_state

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.net.breaks import BREAKS
-from tests.net.runner import FUZZ, Break, Checkout, files_of, find_breaks, first_error, located
+from tests.net.runner import FUZZ, Break, Checkout, files_of, find_breaks, located
 
 ROOT = Path(__file__).parents[1]
 MOST_SAYS = 130
@@ -108,6 +108,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_runner_shows_which_breaks_are_found(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert not find_breaks(checkout, [NO_TEST], tmp_path / "none")
+    assert capsys.readouterr().out.startswith("FAILS")
     assert not find_breaks(checkout, [FOUND, MISSED], tmp_path / "copies")
     intact, found, missed, total = capsys.readouterr().out.splitlines()
     assert intact.startswith("passes")
@@ -120,13 +122,6 @@ def test_the_runner_shows_which_breaks_are_found(
     assert not (tmp_path / "copies/0/left_out.pyc").exists()
 
 
-def test_tests_that_do_not_exist_find_nothing(
-    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not find_breaks(checkout, [NO_TEST], tmp_path / "copies")
-    assert capsys.readouterr().out.startswith("FAILS")
-
-
 def test_a_test_is_named_without_its_file_where_one_file_has_it(checkout: Path) -> None:
     assert located(checkout, "test_add[1]") == "tests/test_sums.py::test_add[1]"
     (checkout / "tests/test_twice.py").write_text("def test_refuse():\n    pass\n", encoding="utf-8")
@@ -136,19 +131,11 @@ def test_a_test_is_named_without_its_file_where_one_file_has_it(checkout: Path) 
             located(checkout, name)
 
 
-def test_a_text_that_is_there_twice_is_no_place_to_break(checkout: Path) -> None:
+def test_a_file_is_damaged_for_the_time_of_its_tests(checkout: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"twice: expected the text once in zeroshard/sums.py, found it 2"):
         broken("twice", "def ", "").damaged(checkout)
-
-
-def test_a_file_is_damaged_for_the_time_of_its_tests(checkout: Path, tmp_path: Path) -> None:
     copy, file = Checkout(checkout, tmp_path / "copy"), tmp_path / "copy/zeroshard/sums.py"
     with suppress(KeyboardInterrupt), copy.damage(FOUND):
         assert "a - b" in file.read_text(encoding="utf-8")
         raise KeyboardInterrupt
     assert file.read_text(encoding="utf-8") == CODE
-
-
-def test_a_seed_of_the_fuzz_that_failed_is_shown_with_its_first_difference() -> None:
-    printed = "seed 7 failed\nloss 0: 1.0, not 2.0\nloss 1: nan, not 2.0\n1 cases in 3 s, 1 failed: [7]"
-    assert first_error(printed) == "seed 7 failed loss 0: 1.0, not 2.0"

@@ -37,19 +37,16 @@ class Selected:
         self.names = [item.name for item in session.items]
 
 
+@pytest.mark.long_where(options=[["--all"], ["-m", "long"]])
+@pytest.mark.long_where(name=["::test_kind", "::test_matrix[4-0]"])
 @pytest.mark.parametrize(
     ("options", "name", "expected"),
     [
-        pytest.param([], "", FAST, id="no option"),
-        pytest.param(["--all"], "", FAST + LONG, id="all", marks=pytest.mark.long),
-        pytest.param(["-m", "long"], "", LONG, id="only long ones", marks=pytest.mark.long),
-        pytest.param(["-m", "not gpu"], "", FAST + LONG, id="another mark", marks=pytest.mark.long),
-        pytest.param(["-k", "kind"], "", ["test_kind[fast]"], id="a part of a name", marks=pytest.mark.long),
-        pytest.param(
-            [], "::test_kind", ["test_kind[fast]", "test_kind[slow]"], id="a matrix", marks=pytest.mark.long
-        ),
-        pytest.param([], "::test_matrix[4-0]", ["test_matrix[4-0]"], id="a case", marks=pytest.mark.long),
-        pytest.param([], "::test_whole", ["test_whole"], id="a test", marks=pytest.mark.long),
+        ([], "", FAST),
+        (["--all"], "", FAST + LONG),
+        (["-m", "long"], "", LONG),
+        ([], "::test_kind", ["test_kind[fast]", "test_kind[slow]"]),
+        ([], "::test_matrix[4-0]", ["test_matrix[4-0]"]),
     ],
 )
 def test_long_tests_run_where_they_are_asked_for(

@@ -18,7 +18,6 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -92,21 +91,10 @@ class Worker:
             return Reply(failure=reply.failure._replace(details=reply.failure.details + self.printed()))
         return reply
 
-    def hung(self, seconds: float, ended: str) -> Reply:
-        """The reply of a process that gives none; `ended` tells of the ranks that have ended."""
+    def hung(self, seconds: float) -> Reply:
+        """The reply of a process that gives none."""
         message = f"still running after {seconds:.0f} s"
-        details = "\n".join((self.printed(), *self.threads(), ended))
-        return Reply(failure=Failure("TimeoutError", message, details, lost=True))
-
-    def threads(self) -> list[str]:
-        """How the system has each thread wait; one in the state D prints no stack until the disk answers."""
-        found = []
-        for task in sorted(Path(f"/proc/{self._process.pid}/task").glob("*")):
-            with suppress(OSError):  # it has ended
-                name, _, state = (task / "stat").read_text().partition("(")[2].rpartition(")")
-                waits_in = (task / "wchan").read_text()
-                found.append(f"thread {task.name} {name}: {state.split()[0]} in {waits_in}")
-        return found
+        return Reply(failure=Failure("TimeoutError", message, self.printed(), lost=True))
 
     def printed(self) -> str:
         """What the process has printed since it was asked."""

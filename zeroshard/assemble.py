@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -169,25 +169,20 @@ def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Conf
     """Return the modules of this rank that compute in a dtype of their own."""
     originals = (original for spec in specs for original in spec.originals)
     overrides = {one.parameter: one.compute_dtype for one in originals if one.compute_dtype is not None}
-    if not overrides:
-        return {}
-    parts = {part for part in module.modules() if any(isinstance(one, Absent) for one in part.modules())}
-    return find_casts(module, overrides, config.precision.param_dtype, parts)
+    return find_casts(module, overrides, config.precision.param_dtype) if overrides else {}
 
 
 def find_casts(
-    root: nn.Module,
-    overrides: Mapping[nn.Parameter, torch.dtype],
-    param_dtype: torch.dtype | None,
-    parts: Container[nn.Module] = (),
+    root: nn.Module, overrides: Mapping[nn.Parameter, torch.dtype], param_dtype: torch.dtype | None
 ) -> dict[nn.Module, Cast]:
     """The modules that are cast, and all modules inside.
+
+    A module of which this pipeline rank has a part only is not cast as a whole.
 
     Args:
         root: the model.
         overrides: the compute dtypes of some parameters.
         param_dtype: the compute dtype of the others; None: their own.
-        parts: modules of which this rank has a part only, which are not cast as a whole.
     """
     casts: dict[nn.Module, Cast] = {}
 
@@ -195,7 +190,7 @@ def find_casts(
         dtypes = {overrides.get(parameter) for parameter in module.parameters()}
         dtype = dtypes.pop() if len(dtypes) == 1 else None  # the one that patterns give to all of them
         is_called = type(module).forward is not nn.Module.forward  # a list of modules is not
-        if dtype is None or not is_called or module in parts:
+        if dtype is None or not is_called or any(isinstance(one, Absent) for one in module.modules()):
             for child in module.children():
                 collect(child)
             return
@@ -205,8 +200,7 @@ def find_casts(
             inside = casts[part].without if part in casts else dtype if own is not None else None
             casts[part] = Cast(dtype, param_dtype or given.dtype if part is module else inside)
 
-    if overrides:
-        collect(root)
+    collect(root)
     return casts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ def train_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     _check_batch(engine, "train_batch()")
     if engine._pipeline is not None:
         return _train_pipeline(engine, engine._pipeline, iter([(inputs, targets)]), 1)[0]
-    total = _zero(engine)
+    total: Any = 0.0
     for piece, target in _pieces(engine, inputs, targets):
         loss = loss_of(engine, engine.loss_fn, piece, target)
         total += engine._backward(loss, engine._num_micro_batches, engine._early).float()
@@ -62,19 +62,13 @@ def train_batches(engine: Engine, batches: Iterable[Any], num_batches: int | Non
         [num_batches], the loss of each batch as `train_batch` returns it.
 
     Raises:
-        ValueError: there are fewer batches, or `batches` has no length and `num_batches` is None; see
-            `train_batch`.
+        ValueError: there are fewer batches; see `train_batch`.
+        TypeError: `batches` has no length and `num_batches` is None.
         RuntimeError: see `train_batch`.
     """
     _check_batch(engine, "train_batches()")
-    number = num_batches
-    if number is None:
-        if not isinstance(batches, Sized):
-            raise ValueError(
-                f"train_batches(): expected num_batches, as {type(batches).__name__} has no length"
-            )
-        number = len(batches)
-    if type(number) is not int or number < 1:
+    number = len(batches) if num_batches is None else num_batches  # type: ignore[arg-type]
+    if number < 1:
         raise ValueError(f"train_batches(): expected at least 1 batch, got {number!r}")
     taken, pipeline = iter(batches), engine._pipeline
     if pipeline is None or pipeline.method is None:
@@ -132,7 +126,7 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     with _evaluating(engine.module):
         if engine._pipeline is not None:
             return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]
-        total = _zero(engine)
+        total: Any = 0.0
         for piece, target in _pieces(engine, inputs, targets):
             total += loss_of(engine, engine.loss_fn, piece, target).float()
     return _mean(engine, total / engine._num_micro_batches)
@@ -143,10 +137,6 @@ def _pieces(engine: Engine, inputs: Any, targets: Any) -> Iterator[tuple[Any, An
     num, device = engine._num_micro_batches, engine._runtime.context.device
     for piece, target in zip(split_batch(inputs, num), split_batch(targets, num), strict=True):
         yield to_device(piece, device), to_device(target, device)
-
-
-def _zero(engine: Engine) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=engine._runtime.context.device)
 
 
 def _mean(engine: Engine, loss: Tensor) -> Tensor:

@@ -90,11 +90,9 @@ def initialize(
         RuntimeError: the ranks' models or configs differ.
     """
     config = Config.parse(config)
-    _check_arguments(model, training_data, loss_fn)
-    dataset = training_data
-    if is_loader(training_data):
-        _check_loader(training_data, collate_fn, config)
-        dataset = None
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    dataset = _find_dataset(training_data, collate_fn, config)
     refuse_recording("initialize")
     part, described, whole, device = None, None, config, use_device(config.device)
     # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
@@ -109,8 +107,11 @@ def initialize(
         specs = part.named(specs)
     division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
     specs = division.specs
-    optimizer = _build_optimizer(optimizer, model)
-    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if optimizer is not None:
+        optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(names))
+        check_optimizer(optimizer, names)
+    overrides = read_overrides(optimizer, names)
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     world = world or start_world(device, config.watchdog_s)
     if part is None:
@@ -206,38 +207,33 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
     return found[0]
 
 
-def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
-    """Refuse arguments of other kinds, before anything is started."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
-    if training_data is None or is_loader(training_data):
-        return
-    is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
-    if not is_sized or not len(training_data):
-        raise ValueError(
-            "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), such "
-            f"as torchdata's StatefulDataLoader, got {training_data!r}. Give the dataset of a DataLoader of "
-            "torch, or iterate over it in your loop"
-        )
-
-
-def _check_loader(loader: Any, collate_fn: Any, config: Config) -> None:
-    """Refuse settings that a DataLoader of the user would not follow."""
-    name = f"training_data: got a {type(loader).__name__}"
+def _find_dataset(training_data: Any, collate_fn: Any, config: Config) -> Any:
+    """Return the Dataset that was given, None for a loader; refuse other data before anything is started."""
+    if training_data is None:
+        return None
+    if not is_loader(training_data):
+        is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
+        if not is_sized or not len(training_data):
+            raise ValueError(
+                "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
+                f"such as torchdata's StatefulDataLoader, got {training_data!r}. Give the dataset of a "
+                "DataLoader of torch, or iterate over it in your loop"
+            )
+        return training_data
+    name = f"training_data: got a {type(training_data).__name__}"
     if config.mesh.pp > 1:
         raise ValueError(
             f"{name} with mesh.pp={config.mesh.pp}: expected a Dataset, of which `initialize` makes whole "
             "batches for all ranks of a pipeline; or no training_data, and batches of yours for train_batch()"
         )
-    size = getattr(loader, "batch_size", None)
-    if collate_fn is not None or config.loader != Loader() or config.micro_batch_size not in (1, size):
+    sizes = 1, getattr(training_data, "batch_size", None)
+    if collate_fn is not None or config.loader != Loader() or config.micro_batch_size not in sizes:
         raise ValueError(
             f"{name} with collate_fn, micro_batch_size or a section loader, which only the DataLoader of a "
             "Dataset follows: expected them in the arguments of your DataLoader"
         )
-    refuse_generators(loader)
+    refuse_generators(training_data)
+    return None
 
 
 def _build_loader(
@@ -271,13 +267,3 @@ def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:
     if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("lr_scheduler belongs to another optimizer than the one given")
     return lr_scheduler
-
-
-def _build_optimizer(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer | None:
-    """Return the optimizer over the original parameters, checked."""
-    if optimizer is None:
-        return None
-    if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        optimizer = optimizer(list(model.parameters()))
-    check_optimizer(optimizer, {parameter: name for name, parameter in model.named_parameters()})
-    return optimizer

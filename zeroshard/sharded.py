@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -207,13 +208,8 @@ def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool =
         only_trainable: leave out frozen parameters.
     """
     counted = (p for p in parameters if p.requires_grad or not only_trainable)
-    return sum(_whole_shape(parameter).numel() for parameter in counted)
-
-
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
-    coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    whole: torch.Size = getattr(parameter, "full_shape", parameter.shape)  # of a scalar it is empty, false
-    return coded or whole
+    whole = [(getattr(p, "quant_state", None), getattr(p, "full_shape", p.shape)) for p in counted]
+    return sum(math.prod(getattr(coded, "shape", None) or shape) for coded, shape in whole)
 
 
 def num_parameters(owner: Engine | Sharded, only_trainable: bool = False) -> int:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.distributed.training import caught, numbers
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -32,86 +34,53 @@ def start(stage, **config):
     ).engine
 
 
-def values(stage):
-    """What the engine answers under DeepSpeed's names, in a step of two micro-batches."""
-    engine = start(stage, gradient_accumulation_steps=2, micro_batch_size=3, clip_grad_norm=0.5)
-    boundaries = []
+@on_ranks(2)
+def test_scripts_of_deepspeed_find_its_names():
+    engine = start(3, gradient_accumulation_steps=2, micro_batch_size=3, clip_grad_norm=0.5)
     for number in range(2):
         engine.backward(engine(numbers(number, 5, 7)).square().mean())
-        boundaries.append(engine.is_gradient_accumulation_boundary())
+        assert engine.is_gradient_accumulation_boundary() == (number == 1)
         engine.step()
-    return {
-        "boundaries": boundaries,
-        "device": engine.device.type,
-        "ranks": (engine.global_rank, engine.world_size, engine.dp_world_size),
-        "steps": (engine.gradient_accumulation_steps(), engine.skipped_steps, engine.get_lr()),
-    }
+    assert engine.device.type == "cpu"
+    assert (engine.global_rank, engine.world_size, engine.dp_world_size) == (dist.get_rank(), 2, 2)
+    assert (engine.gradient_accumulation_steps(), engine.skipped_steps, engine.get_lr()) == (2, 0, [0.1])
 
 
-def test_scripts_of_deepspeed_find_its_names(ranks):
-    for rank, got in enumerate(ranks(2, values, 3)):
-        assert got == {
-            "boundaries": [False, True],
-            "device": "cpu",
-            "ranks": (rank, 2, 2),
-            "steps": (2, 0, [0.1]),
-        }
-
-
-def accumulate(stage):
-    """The difference to plain PyTorch after steps of three micro-batches, whose end the script tells."""
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@on_ranks(2)
+def test_a_script_may_tell_where_a_step_ends_and_divide_the_loss_itself(stage):
+    """Steps of three micro-batches are those of plain PyTorch."""
     engine, plain = start(stage, gradient_accumulation_steps=2), Net()
     with engine.unsharded():
         plain.load_state_dict(engine.module.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    taken, errors = [], []
     for number in range(6):
-        engine.set_gradient_accumulation_boundary(number % 3 == 2)
+        is_last = number % 3 == 2
+        engine.set_gradient_accumulation_boundary(is_last)
         engine.backward(engine(numbers(number, 5, 7)).square().mean() / 3, scale_wrt_gas=False)
         everyone = torch.cat([numbers(number, 5, 7, rank=rank) for rank in range(2)])
         (plain(everyone).square().mean() / 3).backward()
-        taken.append(engine.step())
-        if number % 3 == 2:
+        assert engine.step() == is_last
+        if is_last:
             optimizer.step()
             optimizer.zero_grad()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"train_batch\(\) counts"):
         engine.train_batch(1)
-    errors.append(str(caught.value))
     engine.set_gradient_accumulation_boundary(None)
+    assert not engine.is_gradient_accumulation_boundary()
     with engine.unsharded():
-        differences = [
-            (mine - theirs).abs().max().item()
-            for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True)
-        ]
-    return taken, engine.is_gradient_accumulation_boundary(), max(differences), errors
+        for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_script_may_tell_where_a_step_ends_and_divide_the_loss_itself(ranks, stage):
-    for taken, counts_two, difference, errors in ranks(2, accumulate, stage):
-        assert taken == [False, False, True] * 2
-        assert not counts_two
-        assert difference < 1e-6
-        assert "train_batch() counts" in errors[0]
-
-
-def attributes():
-    """What the engine has of its model's; and the errors of what neither has."""
+@on_ranks(2)
+def test_any_other_name_is_the_models_and_its_methods_do_not_compute_with_slices():
     engine = start(3)
-    facts = [engine.hidden_size == 8, engine.describe() == "a net", engine.layer is engine.module.layer]
-    facts += [not hasattr(engine, "vocabulary"), engine.module.config == {"pad_token_id": 5}]
-    attempts = (
-        lambda: engine.config.pad_token_id,
-        lambda: engine.vocabulary,
-        lambda: engine.encode(numbers(0, 5, 7)),
-    )
-    return facts, [caught(attempt) for attempt in attempts]
-
-
-def test_any_other_name_is_the_models_and_its_methods_do_not_compute_with_slices(ranks):
-    for facts, (config, missing, computing) in ranks(2, attributes):
-        assert all(facts)
-        assert "engine.module.config" in config
-        assert "'vocabulary'" in missing
-        assert "'layer.weight'" in computing
-        assert "register_forward_method" in computing
+    assert (engine.hidden_size, engine.describe(), engine.layer) == (8, "a net", engine.module.layer)
+    assert engine.module.config == {"pad_token_id": 5}
+    assert not hasattr(engine, "vocabulary")
+    assert "'Config' object has no attribute 'pad_token_id'" in caught(lambda: engine.config.pad_token_id)
+    assert "'vocabulary'" in caught(lambda: engine.vocabulary)
+    computing = caught(engine.encode, numbers(0, 5, 7))
+    assert "'layer.weight'" in computing
+    assert "register_forward_method" in computing

@@ -6,7 +6,6 @@ pytest.importorskip("lightning")
 
 import contextlib
 import functools
-import os
 from pathlib import Path
 
 import lightning
@@ -26,7 +25,8 @@ from tests.integrations.runs import (
     largest_difference,
     logged,
 )
-from tests.test_migrating import SECTIONS, blocks
+from tests.migrating import SECTIONS, blocks
+from tests.ranks import on_ranks
 
 
 def execute(section, first_line, folder, names):
@@ -42,30 +42,28 @@ def load(folder, first_line):
     return GPT2LMHeadModel.from_pretrained(Path(folder, first_line, "out")).state_dict()
 
 
-def replace_trainer(folder):
-    losses = []
+@pytest.mark.long
+@on_ranks(2)
+def test_a_trainer_becomes_one_with_the_same_losses_and_model(tmp_path):
+    found = []
     for first_line in ("Trainer", "zeroshard with a Trainer"):
         names = {"Trainer": Trainer, "model": build_model(), "resume": None}
         names |= {"train_dataset": Texts(16), "eval_dataset": Texts(4)}
         with accelerate_state():
-            names["args"] = arguments(folder, num_train_epochs=2, gradient_accumulation_steps=2)
-            execute("the Trainer of transformers and TRL", first_line, folder, names)
-        losses.append(logged(names["trainer"]))
-    return losses
-
-
-def test_a_trainer_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
-    expected, losses = ranks(2, replace_trainer, str(tmp_path))[0]
+            names["args"] = arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=2)
+            execute("the Trainer of transformers and TRL", first_line, tmp_path, names)
+        found.append((logged(names["trainer"]), load(tmp_path, first_line)))
+    (expected, theirs), (losses, ours) = found
     assert len(losses) == 4
     assert losses == pytest.approx(expected, abs=1e-6)
-    ours, theirs = load(tmp_path, "zeroshard with a Trainer"), load(tmp_path, "Trainer")
     assert largest_difference(ours, theirs) < 1e-5
 
 
-def replace_accelerate(folder):
-    losses = []
+@on_ranks(2)
+def test_an_accelerate_loop_becomes_one_with_the_same_losses_and_model(tmp_path):
+    found = []
     # accelerate steps a schedule once for each process
-    for first_line, pace in (("accelerate", int(os.environ["WORLD_SIZE"])), ("zeroshard with accelerate", 1)):
+    for first_line, pace in (("accelerate", 2), ("zeroshard with accelerate", 1)):
         model = build_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         decay = functools.partial(lambda step, pace: 0.5 ** (step // pace), pace=pace)
@@ -79,36 +77,27 @@ def replace_accelerate(folder):
             "losses": [],
         }
         with accelerate_state():
-            execute("accelerate", first_line, folder, names)
-        losses.append((names["losses"], names["optimizer"].param_groups[0]["lr"]))
-    return losses
-
-
-def test_an_accelerate_loop_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
-    for (expected, lr), (losses, ours) in ranks(2, replace_accelerate, str(tmp_path)):
-        assert len(losses) == 4
-        assert losses == pytest.approx(expected, abs=1e-6)
-        assert ours == lr == 1e-2 * 0.5**2
-    ours, theirs = load(tmp_path, "zeroshard with accelerate"), load(tmp_path, "accelerate")
+            execute("accelerate", first_line, tmp_path, names)
+        assert names["optimizer"].param_groups[0]["lr"] == 1e-2 * 0.5**2
+        found.append((names["losses"], load(tmp_path, first_line)))
+    (expected, theirs), (losses, ours) = found
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, abs=1e-6)
     assert largest_difference(ours, theirs) < 1e-5
 
 
-def replace_lightning(folder):
+@pytest.mark.long
+@on_ranks(2)
+def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(tmp_path):
     modules = []
     for first_line in ("Lightning", "zeroshard with Lightning"):
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         kind = functools.partial(lightning.Trainer, accelerator="cpu", devices=2, **quiet)
         module = Classifier()
         torch.manual_seed(1)
-        execute("Lightning", first_line, folder, {"Trainer": kind, "module": module, "loader": pairs()})
+        execute("Lightning", first_line, tmp_path, {"Trainer": kind, "module": module, "loader": pairs()})
         modules.append(module)
     ddp, ours = modules
-    return (ddp.losses, ours.losses), largest_difference(ours.state_dict(), ddp.state_dict())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(ranks, tmp_path):
-    for losses, difference in ranks(2, replace_lightning, str(tmp_path)):
-        assert len(losses[0]) == 12
-        assert losses[0] == losses[1]
-        assert difference == 0
+    assert len(ddp.losses) == 12
+    assert ours.losses == ddp.losses
+    assert largest_difference(ours.state_dict(), ddp.state_dict()) == 0

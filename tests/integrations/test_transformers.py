@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,43 +27,32 @@ from tests.integrations.runs import (
     logged,
     trainer,
 )
+from tests.ranks import on_ranks
 from zeroshard import Config, Precision
 from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
 
 # ---------------------------------------------------------------------------------- losses and parameters
 
 
-def train_beside_ddp(folder, stages, **options):
-    """For each stage: the losses of DDP and ours, those of evaluation, and the largest differences."""
-    rows = []
-    with accelerate_state():
-        ddp = trainer(folder, **options)
-        ddp.train()
-        for stage in stages:
-            ours = trainer(folder, {"stage": stage}, **options)
+def train_beside_ddp(folder, configs, **options):
+    """For DDP and each config: losses, norms and the loss of an evaluation; and the parameters."""
+    found = []
+    for config in (None, *configs):
+        with accelerate_state():
+            ours = trainer(folder, config, **options)
             ours.train()
-            norms = zip(logged(ddp, "grad_norm"), logged(ours, "grad_norm"), strict=True)
-            rows.append(
-                {
-                    "losses": (logged(ddp), logged(ours)),
-                    "evaluated": (ddp.evaluate()["eval_loss"], ours.evaluate()["eval_loss"]),
-                    "norms": max(abs(one - other) for one, other in norms),
-                    "parameters": largest_difference(full_state_dict(ours), full_state_dict(ddp)),
-                    "flos": (ddp.state.total_flos, ours.state.total_flos),
-                }
-            )
-            ours.engine.close()
-    return rows
+            numbers = [*logged(ours), *logged(ours, "grad_norm"), ours.evaluate()["eval_loss"]]
+            found.append((numbers, full_state_dict(ours)))
+    return found
 
 
 def test_accumulation_and_clipping_are_those_of_ddp(ranks, tmp_path):
     options = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}  # the last step has 2
-    for row in ranks(2, train_beside_ddp, str(tmp_path), [3], **options)[0]:
-        assert len(row["losses"][0]) == 2
-        assert row["losses"][1] == pytest.approx(row["losses"][0], abs=1e-6)
-        assert row["evaluated"][1] == pytest.approx(row["evaluated"][0], abs=1e-6)
-        assert row["norms"] < 1e-6
-        assert row["parameters"] < 1e-5
+    (numbers, state), *ours = ranks(2, train_beside_ddp, str(tmp_path), [{"stage": 3}], **options)[0]
+    assert len(numbers) == 5
+    for own_numbers, own_state in ours:
+        assert own_numbers == pytest.approx(numbers, abs=1e-6)
+        assert largest_difference(own_state, state) < 1e-5
 
 
 class Stream(IterableDataset):
@@ -75,20 +63,12 @@ class Stream(IterableDataset):
         yield from (texts[index] for index in range(20))
 
 
-def stream_beside_ddp(folder):
-    losses = []
-    for config in (None, {"stage": 3}):
-        with accelerate_state():
-            ours = trainer(folder, config, gradient_accumulation_steps=2, max_steps=5, train_dataset=Stream())
-            ours.train()
-            losses.append(logged(ours))
-    return losses
-
-
+@pytest.mark.long
 def test_micro_batches_at_the_end_of_a_stream_count_in_the_next_epoch_as_with_ddp(ranks, tmp_path):
-    expected, losses = ranks(2, stream_beside_ddp, str(tmp_path))[0]
-    assert len(losses) == 5
-    assert max(expected) > 1.5 * min(expected)  # the Trainer logs three losses as one
+    options = {"gradient_accumulation_steps": 2, "max_steps": 5, "train_dataset": Stream()}
+    (expected, _), (losses, _) = ranks(2, train_beside_ddp, str(tmp_path), [{"stage": 3}], **options)[0]
+    assert len(losses) == 11
+    assert max(expected[:5]) > 1.5 * min(expected[:5])  # the Trainer logs three losses as one
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
@@ -96,8 +76,9 @@ class ZeroShardSeq2SeqTrainer(ZeroShardMixin, Seq2SeqTrainer):
     pass
 
 
-def generate(folder):
-    """The texts that are generated after training, and the loss, of DDP and ours."""
+@pytest.mark.long
+@on_ranks(2)
+def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(tmp_path):
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 12}
     found = []
@@ -105,33 +86,27 @@ def generate(folder):
         torch.manual_seed(0)
         with accelerate_state():
             options = {"predict_with_generate": True, "generation_max_length": 9}
-            args = arguments(folder, Seq2SeqTrainingArguments, per_device_eval_batch_size=2, **options)
+            args = arguments(tmp_path, Seq2SeqTrainingArguments, per_device_eval_batch_size=2, **options)
             model = T5ForConditionalGeneration(T5Config(**sizes, **ids))
             ours = kind(model=model, args=args, train_dataset=Texts(12), **more)
             ours.train()
-            predicted = ours.predict(Texts(6))
-            found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"]))
-    return found
+            found.append(ours.predict(Texts(6)))
+    texts, own_texts = (each.predictions.tolist() for each in found)
+    assert len(texts) == 8  # of 6: two come twice, so that both ranks have two batches
+    assert own_texts == texts
+    losses = [each.metrics["test_loss"] for each in found]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(ranks, tmp_path):
-    for (texts, loss), (ours, own_loss) in ranks(2, generate, str(tmp_path)):
-        assert len(texts) == 8  # of 6: two come twice, so that both ranks have two batches
-        assert ours == texts
-        assert own_loss == pytest.approx(loss, abs=1e-5)
-
-
-def train_with_other_processes(folder):
+@on_ranks(2)
+def test_data_that_are_not_divided_among_the_ranks_are_an_error(tmp_path):
+    text = r"zeroshard has 2 ranks, but accelerate .* 1 processes"
     with accelerate_state():
-        ours = trainer(folder, {})
+        ours = trainer(tmp_path, {})
         for state in (AcceleratorState, PartialState):
             state._shared_state["num_processes"] = 1
-        with pytest.raises(RuntimeError, match=r"zeroshard has 2 ranks, but accelerate .* 1 processes"):
+        with pytest.raises(RuntimeError, match=text):
             ours.train()
-
-
-def test_data_that_are_not_divided_among_the_ranks_are_an_error(ranks, tmp_path):
-    ranks(2, train_with_other_processes, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -150,82 +125,65 @@ class StopAt(TrainerCallback):
             raise StoppedError
 
 
-def stop_and_resume(folder):
+@on_ranks(2, timeout=120)
+def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(tmp_path):
     """Train; train again and stop after 5 of 6 steps; go on in a new Trainer from the last checkpoint."""
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
     options |= {"save_strategy": "steps", "save_steps": 2}
     with accelerate_state():
-        whole = trainer(f"{folder}/whole", {}, **options)
+        whole = trainer(tmp_path / "whole", {}, **options)
         whole.train()
         expected = full_state_dict(whole)
         whole.engine.close()
-        stopped = trainer(f"{folder}/stopped", {}, callbacks=[StopAt(5)], **options)
+        stopped = trainer(tmp_path / "stopped", {}, callbacks=[StopAt(5)], **options)
         with pytest.raises(StoppedError):
             stopped.train()
         stopped.engine.close(restore=False)
-        resumed = trainer(f"{folder}/stopped", {}, **options)
+        resumed = trainer(tmp_path / "stopped", {}, **options)
         if resumed.args.process_index == 0:  # as if killed in the middle of the next save
-            shutil.copytree(f"{folder}/stopped/checkpoint-4", f"{folder}/stopped/checkpoint-5")
-            Path(folder, "stopped/checkpoint-5/trainer_state.json").write_text('{"global_step": 5, ')
+            shutil.copytree(tmp_path / "stopped/checkpoint-4", tmp_path / "stopped/checkpoint-5")
+            (tmp_path / "stopped/checkpoint-5/trainer_state.json").write_text('{"global_step": 5, ')
         resumed.accelerator.wait_for_everyone()
         resumed.train(resume_from_checkpoint=True)
-        difference = largest_difference(full_state_dict(resumed), expected)
-        steps = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
-        losses = logged(whole), logged(resumed), steps
-        return losses, resumed.engine.global_step, difference
+    assert largest_difference(full_state_dict(resumed), expected) == 0
+    assert logged(resumed) == logged(whole)
+    assert logged(resumed, "step")[: len(logged(whole))] == list(range(1, len(logged(whole)) + 1))
+    assert resumed.engine.global_step == 6
 
 
-def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(ranks, tmp_path):
-    (whole, resumed, steps), global_step, difference = ranks(2, stop_and_resume, str(tmp_path), timeout=120)[
-        0
-    ]
-    assert steps == list(range(1, len(whole) + 1))
-    assert resumed == whole
-    assert global_step == len(whole)
-    assert difference == 0
-
-
-def keep_the_best(folder):
-    """Train with a learning rate that spoils the model; the metric of the best step, and of the end."""
+@pytest.mark.long
+@on_ranks(2, timeout=120)
+def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(tmp_path):
+    """Train with a learning rate that spoils the model."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
     with accelerate_state():
         early = EarlyStoppingCallback(early_stopping_patience=2)
-        ours = trainer(folder, {}, callbacks=[early], learning_rate=0.5, num_train_epochs=5, **options)
+        ours = trainer(tmp_path, {}, callbacks=[early], learning_rate=0.5, num_train_epochs=5, **options)
         ours.train()
         losses = logged(ours, "eval_loss")
         after = ours.evaluate()["eval_loss"]
-        ours.save_model(f"{folder}/final")
+        ours.save_model(str(tmp_path / "final"))
         expected = full_state_dict(ours)
         predicted = ours.predict(Texts(5)).predictions
-        loaded = dict(GPT2LMHeadModel.from_pretrained(f"{folder}/final").state_dict())
-        return losses, after, largest_difference(expected, loaded) if expected else 0, predicted.shape
-
-
-def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(ranks, tmp_path):
-    losses, after, difference, shape = ranks(2, keep_the_best, str(tmp_path), timeout=120)[0]
     best = losses.index(min(losses))
     assert len(losses) == best + 3 < 30
     assert after == min(losses)
-    assert difference == 0
-    assert shape == (5, 12, 64)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == sorted(
-        {f"checkpoint-{best + 1}", f"checkpoint-{len(losses)}"}
-    )
+    loaded = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "final").state_dict())
+    assert largest_difference(expected, loaded) == 0
+    assert predicted.shape == (5, 12, 64)
+    kept = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best + 1}", f"checkpoint-{len(losses)}"}
 
 
-def resume_from(folder, checkpoint):
-    with accelerate_state():
-        trainer(folder, {}).train(resume_from_checkpoint=checkpoint)
-
-
-def test_a_checkpoint_of_another_trainer_is_refused_by_name(ranks, tmp_path):
+@on_ranks(1)
+def test_a_checkpoint_of_another_trainer_is_refused_by_name(tmp_path):
     build_model().save_pretrained(tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps({"global_step": 3}))
-    with pytest.raises(
-        AssertionError, match=r"checkpoint-3': expected a complete checkpoint.*from_pretrained"
-    ):
-        ranks(1, resume_from, str(tmp_path), True)
+    state = {"global_step": 3, "train_batch_size": 2}
+    (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps(state))
+    text = r"checkpoint-3.*expected a checkpoint"
+    with accelerate_state(), pytest.raises(ValueError, match=text):
+        trainer(tmp_path, {}).train(resume_from_checkpoint=True)
 
 
 # --------------------------------------------------------------------------------------- half precision
@@ -253,6 +211,7 @@ def test_mixed_precision_of_the_arguments_is_that_of_the_engine(ranks, tmp_path)
     assert half["losses"] == pytest.approx(plain["losses"], abs=0.02)
 
 
+@pytest.mark.long
 def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks, tmp_path):
     config = {"precision": {"param_dtype": "fp16", "loss_scale": {"start": 2.0**40}}}
     got = ranks(2, train_in, str(tmp_path), config=config, fp16=True, gradient_accumulation_steps=2)[0]
@@ -261,56 +220,64 @@ def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks,
     assert got["lr"] == [1e-2] * 3
 
 
-EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
-
-
 # ----------------------------------------------------------------------------------- contradictory settings
+
+
+EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
 
 
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"precision": "fp16"}, {"bf16": True}, "param_dtype=float16, but bf16 or fp16 is bfloat16"),
-        ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}, "=2, but .* is 4"),
-        ({"clip_grad_norm": 0.5}, {}, "clip_grad_norm=0.5, but max_grad_norm is 1.0"),
-        ({"micro_batch_size": 3}, {}, "micro_batch_size=3, but per_device_train_batch_size is 2"),
-        ({"device": "cuda"}, {}, "device='cuda', but the device is 'cpu'"),
-        ({"loader": {"num_workers": 1}}, {}, "loader: expected the default"),
-        ({"checkpoint": {"keep_last": 1}}, {}, "save_total_limit"),
-        ({"recompute": "unit"}, {"activation_checkpointing": True}, "expected one of them"),
+        ({"precision": "fp16"}, {"bf16": True}, "param_dtype: expected bfloat16, got float16"),
+        ({"recompute": "unit"}, {"activation_checkpointing": True}, "recompute: expected 'none', got 'unit'"),
         (
             {},
             {"auto_find_batch_size": True, "bf16_full_eval": True},
-            "bf16_full_eval.*; auto_find_batch_size",
+            "bf16_full_eval: expected False, got True.*auto_find_batch_size",
         ),
-        ({}, {"accelerator_config": {"even_batches": False}}, "even_batches"),
+        ({}, {"accelerator_config": {"even_batches": False}}, "even_batches: expected True"),
         ({}, {"save_on_each_node": True}, "save_on_each_node"),
-        ({}, {"torch_compile": True}, "torch_compile"),
-        (EARLY, {"max_grad_norm": 0.5}, "step_in_backward: expected max_grad_norm=0, got 0.5"),
+        ({}, {"torch_compile": True}, r"torch_compile.*Config\(compile=True\) compiles units"),
+        (
+            {},
+            {"deepspeed": "ds.json", "fsdp": "full_shard"},
+            "deepspeed: expected None.*fsdp: expected",
+        ),
+        (EARLY, {"max_grad_norm": 0.5}, "max_grad_norm: expected 0, got 0.5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(tmp_path, config, options, message):
-    with accelerate_state(), pytest.raises(ValueError, match=message):
-        join_arguments(Config.from_dict(config), arguments(tmp_path, **options))
-
-
-def test_pipeline_and_tensor_ranks_are_refused_before_anything_is_made():
-    with pytest.raises(ValueError, match=r"^mesh\.tp: the Trainer gives each process other data"):
-        ZeroShardSeq2SeqTrainer(zeroshard_config={"mesh": {"tp": 2}})
-    with pytest.raises(ValueError, match=r"^the Trainer: expected mesh\.pp=1, got 2"):
-        ZeroShardSeq2SeqTrainer(zeroshard_config={"mesh": {"pp": 2}})
-
-
-def test_deepspeed_and_fsdp_of_the_arguments_are_refused(tmp_path):
+    of_libraries = {name: options.pop(name) for name in ("deepspeed", "fsdp") if name in options}
     with accelerate_state():
-        args = arguments(tmp_path)
-        args.deepspeed, args.fsdp = "ds_config.json", "full_shard"
-        with pytest.raises(ValueError, match=r"deepspeed: expected None.*; fsdp: expected none"):
-            join_arguments(Config(), args)
+        args = arguments(tmp_path, **options)
+        vars(args).update(of_libraries)
+        with pytest.raises(ValueError, match=message):
+            join_arguments(Config.from_dict(config), args)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"mesh": {"tp": 2}}, r"^mesh\.tp: the Trainer gives each process other data"),
+        ({"mesh": {"pp": 2}}, r"^the Trainer: expected mesh\.pp=1, got 2"),
+        (
+            {"gradient_accumulation_steps": 2, "checkpoint": {"keep_last": 1}, "loader": {"num_workers": 1}},
+            "gradient_accumulation_steps: expected 1, got 2; set .*loader: .*set save_total_limit of",
+        ),
+        (
+            {"device": "cuda", "clip_grad_norm": 0.5, "micro_batch_size": 3},
+            "max_grad_norm.*per_dev.*use_cpu",
+        ),
+    ],
+)
+def test_settings_of_which_the_arguments_decide_are_refused_before_anything_is_made(config, message):
+    with pytest.raises(ValueError, match=message):
+        ZeroShardSeq2SeqTrainer(zeroshard_config=config)
 
 
 def test_what_the_arguments_say_is_taken_over(tmp_path):
-    config = Config(stage=2, precision=Precision(reduce_dtype="bf16"), clip_grad_norm=0.5)
+    config = Config(stage=2, precision=Precision(reduce_dtype="bf16"))
     options = {"bf16": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
     with accelerate_state():
         joined = join_arguments(config, arguments(tmp_path, **options))

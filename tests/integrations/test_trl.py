@@ -19,10 +19,12 @@ from tests.integrations.runs import (
     LENGTH,
     VOCABULARY,
     accelerate_state,
+    arguments,
     full_state_dict,
     largest_difference,
     logged,
 )
+from tests.ranks import on_ranks
 from zeroshard.integrations.transformers import ZeroShardMixin
 
 OPTIONS = {"max_grad_norm": 0, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
@@ -64,12 +66,9 @@ def optimizer_of(model):
 
 
 def sft(kind, folder, **more):
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error", "logging_steps": 1}
-    common = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "num_train_epochs": 1, "bf16": False}
-    args = SFTConfig(folder, save_strategy="no", **quiet, **common, **OPTIONS)
     trainer = kind(
         model=build_model(),
-        args=args,
+        args=arguments(folder, SFTConfig, bf16=False, **OPTIONS),
         train_dataset=Dataset.from_list(rows()),
         processing_class=tokenizer(),
         **more,
@@ -78,42 +77,28 @@ def sft(kind, folder, **more):
     return trainer
 
 
-def mean(loss):
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).item()
-
-
-def plain_loop(micro_batches):
-    model = build_model()
-    engine = zeroshard.initialize(model, optimizer_of(model), {"stage": 3}).engine
-    losses = []
-    for batch in micro_batches:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_a_trainer_of_trl_has_the_losses_of_ddp_and_of_a_plain_loop(tmp_path):
+    with accelerate_state():
+        theirs = sft(SFTTrainer, tmp_path)
+        expected, state = logged(theirs), full_state_dict(theirs)
+    with accelerate_state():
+        ours = sft(ZeroShardSFTTrainer, tmp_path, zeroshard_config={"stage": 3})
+        losses, own_state = logged(ours), full_state_dict(ours)
+        ours.engine.close()
+    engine = zeroshard.initialize(model := build_model(), optimizer_of(model), {"stage": 3}).engine
+    plain = []
+    for batch in batches():
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
-        losses.append(mean(loss))
-    return losses, engine.full_state_dict()
-
-
-def with_trl(folder):
-    """Losses and parameters of TRL's trainer with DDP, of ours, and of a plain loop."""
-    with accelerate_state():
-        theirs = sft(SFTTrainer, folder)
-        expected = logged(theirs), full_state_dict(theirs)
-    with accelerate_state():
-        ours = sft(ZeroShardSFTTrainer, folder, zeroshard_config={"stage": 3})
-        tuned = logged(ours), full_state_dict(ours)
-        ours.engine.close()
-    return expected, tuned, plain_loop(batches())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_trainer_of_trl_has_the_losses_of_ddp_and_of_a_plain_loop(ranks, tmp_path):
-    ddp, tuned, plain = ranks(2, with_trl, str(tmp_path))[0]
-    assert len(plain[0]) == 4
-    assert tuned[0] == ddp[0]
-    assert largest_difference(tuned[1], ddp[1]) == 0
-    # TRL computes the loss by itself, in chunks
-    assert tuned[0] == pytest.approx(plain[0], abs=1e-5)
-    assert largest_difference(tuned[1], plain[1]) < 1e-4
+        dist.all_reduce(total := loss.detach().clone())
+        plain.append(total.item() / 2)
+    plain_state = engine.full_state_dict()
+    assert len(plain) == 4
+    assert losses == expected
+    assert largest_difference(own_state, state) == 0
+    if dist.get_rank() == 0:  # which logs; TRL computes the loss by itself, in chunks
+        assert losses == pytest.approx(plain, abs=1e-5)
+        assert largest_difference(own_state, plain_state) < 1e-4

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import environment
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 
@@ -30,11 +32,14 @@ for child in "${children[@]}"; do wait "$child" || exit 1; done
 """
 
 
-def environment(folder, **more):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in names}
+def finding(folder, **more):
+    """The environment of a script that finds commands in a folder first."""
     path = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
-    return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+    return environment(PATH=path, **more)
+
+
+def run(command, **options):
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, **options)
 
 
 def write(path, text):
@@ -61,11 +66,8 @@ def slurm(folder, torchrun, **more):
     write(folder / "torchrun", f"#!/usr/bin/env bash\n{torchrun}\n")
     write(folder / "scontrol", "#!/usr/bin/env bash\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
     job = {"SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
-    ended = subprocess.run(
-        ["bash", str(LAUNCH / "slurm.sbatch"), str(write(folder / "tell.py", TELL)), "--steps", "3"],
-        env=environment(folder, **job, **more),
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), str(write(folder / "tell.py", TELL)), "--steps", "3"]
+    ended = run(command, env=finding(folder, **job, **more))
     assert ended.returncode == 0, ended.stderr[-3000:]
     return sorted(ended.stdout.splitlines())
 
@@ -96,7 +98,7 @@ def test_torchrun_is_started_again_where_it_has_failed(tmp_path):
     write(tmp_path / "sleep", "#!/usr/bin/env bash\n")
     given = {"HEAD": "10.0.0.1", "ADDRESS": "10.0.0.2", "HOSTS": "3:4", "NPROC": "8", "RDZV_CONF": "a=1"}
     command = ["bash", str(LAUNCH / "torchrun.sh"), "train.py", "--lr", "0.1"]
-    subprocess.run(command, env=environment(tmp_path, **given), check=True, timeout=60)
+    assert run(command, env=finding(tmp_path, **given)).returncode == 0
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert first == second
     assert first == (
@@ -146,11 +148,8 @@ def hosts(folder, *options, **more):
     if reason := no_namespaces():
         pytest.skip(reason)
     folder.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, str(LAUNCH / "hosts.py"), "--folder", folder / "run", *options],
-        env=environment(folder, XDG_CACHE_HOME=str(folder), **more),
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    command = [sys.executable, str(LAUNCH / "hosts.py"), "--folder", folder / "run", *options]
+    return run(command, env=finding(folder, XDG_CACHE_HOME=str(folder), **more))
 
 
 def no_namespaces():
@@ -171,7 +170,8 @@ def no_namespaces():
 )
 def test_a_host_is_cut_off_from_the_others_or_goes_down_and_is_back(tmp_path, loss, seen):
     talk = write(tmp_path / "talk", TALK.format(python=sys.executable))
-    ended = hosts(tmp_path, loss, "6", "--away", "1.4", "--limit", "60", PYTHON=str(talk))
+    away = "1.4" if loss == "--cut-at" else "0.2"  # it must be cut off for a second to notice
+    ended = hosts(tmp_path, loss, "6", "--away", away, "--limit", "60", PYTHON=str(talk))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert re.match(r"hosts\.py: (the network of )?host 1 is (cut|down), after step 6", lines[0])
@@ -192,12 +192,8 @@ def test_a_host_that_fails_fails_the_run(tmp_path):
 
 
 def test_a_system_without_network_namespaces_is_told_with_the_reason(tmp_path):
-    command = [sys.executable, str(LAUNCH / "hosts.py")]
-
     def said():
-        ended = subprocess.run(
-            command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
-        )
+        ended = run([sys.executable, str(LAUNCH / "hosts.py")], env={"PATH": str(tmp_path)})
         assert ended.returncode == 1
         return ended.stderr
 

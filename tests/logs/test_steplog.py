@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.training import caught, square_loss, start
+from tests.distributed.training import SOME_STAGES, caught, square_loss, start
+from tests.ranks import on_ranks
 from zeroshard.logs.steplog import Share, combine
 
 
@@ -40,6 +41,14 @@ class Kept:
 
     def close(self) -> None:
         self.num_closed += 1
+
+
+def take_step(engine: zeroshard.Engine, log: zeroshard.StepLog, number: int, factor: float = 1.0) -> None:
+    """A step of one micro-batch, with a loss times a factor."""
+    loss = square_loss(engine, number) * factor
+    engine.backward(loss)
+    engine.step()
+    log.step(loss)
 
 
 class Trained(NamedTuple):
@@ -77,6 +86,7 @@ def train(num_steps: int, every: int, is_logged: bool = True, **config: Any) -> 
     return Trained(kept.metrics, kept.num_closed, losses, norms, lrs, engine.full_state_dict())
 
 
+@pytest.mark.long_where(num_ranks=[1, 3])
 @pytest.mark.parametrize(("num_ranks", "num_micro"), [(1, 2), (3, 1), (2, 2)])
 def test_metrics_are_those_of_all_ranks(ranks: Any, num_ranks: int, num_micro: int) -> None:
     config = {"stage": 3, "clip_grad_norm": 1.0, "gradient_accumulation_steps": num_micro}
@@ -96,7 +106,7 @@ def test_metrics_are_those_of_all_ranks(ranks: Any, num_ranks: int, num_micro: i
 
 
 def test_a_log_changes_no_bit_of_a_training(ranks: Any) -> None:
-    for stage in (1, 3):
+    for stage in SOME_STAGES:
         config = {"stage": stage, "clip_grad_norm": 1.0}
         logged, plain = ranks(2, train, 4, 1, **config), ranks(2, train, 4, 1, False, **config)
         assert not plain[0].metrics
@@ -120,81 +130,63 @@ def test_the_largest_memory_and_the_first_values_are_taken() -> None:
     assert combine(shares, 2, 1.0) == {"loss": 1.5, "grad_norm": 0.5, "lr": 0.1, "memory_bytes": 9}
 
 
-def skip_a_step() -> list[dict[str, float]]:
-    """Train three steps; the gradients of the second are not finite."""
+@on_ranks(2)
+def test_a_skipped_step_is_a_step_of_the_log() -> None:
+    """The gradients of the second of three steps are not finite."""
     engine, _ = start(Tiny(), "SGD", nonfinite="skip", clip_grad_norm=1.0)
     kept = Kept()
     log = zeroshard.StepLog(engine, kept, every=1)
-    for number in range(3):
-        loss = square_loss(engine, number)
-        loss = loss * float("inf") if number == 1 else loss
-        engine.backward(loss)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            engine.step()
-        log.step(loss)
-    return kept.metrics
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(3):
+            take_step(engine, log, number, math.inf if number == 1 else 1.0)
+    if engine.dp_rank:
+        return
+    assert [metrics["step"] for metrics in kept.metrics] == [1, 2, 3]
+    assert [metrics["skipped_steps"] for metrics in kept.metrics] == [0, 1, 1]
+    assert kept.metrics[1]["loss"] == math.inf
+    assert not math.isfinite(kept.metrics[1]["grad_norm"])
+    assert not any("tokens_per_s" in metrics for metrics in kept.metrics)
 
 
-def test_a_skipped_step_is_a_step_of_the_log(ranks: Any) -> None:
-    found = ranks(2, skip_a_step)[0]
-    assert [metrics["step"] for metrics in found] == [1, 2, 3]
-    assert [metrics["skipped_steps"] for metrics in found] == [0, 1, 1]
-    assert found[1]["loss"] == math.inf
-    assert not math.isfinite(found[1]["grad_norm"])
-    assert not any("tokens_per_s" in metrics for metrics in found)
-
-
-def resume(folder: str) -> list[float]:
-    """Train three steps, save, and go on with two more; return the steps of the second log."""
-    for first in (True, False):
+@on_ranks(2)
+def test_steps_go_on_after_a_checkpoint(tmp_path: Any) -> None:
+    """Three steps and a save; two more steps of another engine."""
+    for first, steps in ((True, [2]), (False, [5])):
         engine, _ = start(Tiny(), "SGD")
         if not first:
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
         kept = Kept()
         log = zeroshard.StepLog(engine, kept, every=2)
         for number in range(3 if first else 2):
-            loss = square_loss(engine, number)
-            engine.backward(loss)
-            engine.step()
-            log.step(loss)
+            take_step(engine, log, number)
+        assert engine.dp_rank or kept.steps == steps
         if first:
-            engine.save_checkpoint(folder)
-    return kept.steps
+            engine.save_checkpoint(tmp_path)
 
 
-def test_steps_go_on_after_a_checkpoint(ranks: Any, tmp_path: Any) -> None:
-    assert ranks(2, resume, str(tmp_path))[0] == [5]
-
-
-def fail_later() -> tuple[list[str], list[float], list[float], int]:
-    """Train with a target that fails at step 2; return warnings, steps of both targets, and the closes."""
+@on_ranks(2)
+def test_a_target_that_fails_is_dropped_and_training_goes_on() -> None:
+    """A target that fails at step 2."""
     engine, _ = start(Tiny(), "SGD")
     failing, sound = Kept(fails_at=2), Kept()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with zeroshard.StepLog(engine, failing, sound, every=1) as log:
             for number in range(3):
-                loss = square_loss(engine, number)
-                engine.backward(loss)
-                engine.step()
-                if number == 1:
+                take_step(engine, log, number)
+                if number == 0:
                     with log.pause():
                         log.note(held_out=2.5)
-                log.step(loss.item())
         log.close()
-        log.step(loss)
+        log.step(1.5)
     told = [str(warning.message) for warning in caught if "log target" in str(warning.message)]
-    noted = [metrics for metrics in sound.metrics if "held_out" in metrics]
-    assert noted == ([{"step": 1, "held_out": 2.5}] if engine.dp_rank == 0 else [])
-    return told, failing.steps, sound.steps, sound.num_closed
-
-
-def test_a_target_that_fails_is_dropped_and_training_goes_on(ranks: Any) -> None:
-    first, second = ranks(2, fail_later)
-    told = ["log target Kept: OSError: disk full. It gets no more metrics"]
-    assert first == (told, [1, 1], [1, 1, 2, 3], 1)
-    assert second == ([], [], [], 0)
+    if engine.dp_rank:
+        assert told == failing.steps == sound.metrics == []
+        return
+    assert told == ["log target Kept: OSError: disk full. It gets no more metrics"]
+    assert (failing.steps, sound.steps, sound.num_closed) == ([1, 1], [1, 1, 2, 3], 1)
+    assert {"step": 1, "held_out": 2.5} in sound.metrics
 
 
 REFUSED: dict[object, str] = {
@@ -206,68 +198,50 @@ REFUSED: dict[object, str] = {
 }
 
 
-def open_logs() -> list[str]:
+@on_ranks(2)
+def test_all_ranks_refuse_a_target_that_cannot_be_opened_and_a_wrong_number() -> None:
     engine, _ = start(Tiny(), "SGD")
-    found = [caught(zeroshard.StepLog, engine, target, every=1) for target in REFUSED]
-    return [*found, caught(zeroshard.StepLog, engine, every=0)]
+    for target, text in REFUSED.items():
+        assert re.match(text, caught(zeroshard.StepLog, engine, target, every=1))
+    expected = "ValueError: every: expected an integer >= 1, got 0"
+    assert caught(zeroshard.StepLog, engine, every=0) == expected
 
 
-def test_all_ranks_refuse_a_target_that_cannot_be_opened_and_a_wrong_number(ranks: Any) -> None:
-    for found in ranks(2, open_logs):
-        expected = [*REFUSED.values(), "ValueError: every: expected an integer >= 1, got 0"]
-        for message, text in zip(found, expected, strict=True):
-            assert re.match(text, message), message
-
-
-def note_and_step() -> tuple[list[dict[str, float]], list[str]]:
-    """Notes and losses of a user: tensors are numbers, and others are refused without an end of the log."""
+@on_ranks(1)
+def test_values_that_are_no_numbers_are_refused_and_tensors_are_taken() -> None:
     engine, _ = start(Tiny(), "SGD")
-    kept, refused = Kept(), []
+    kept = Kept()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         log = zeroshard.StepLog(engine, kept, every=1)
         log.note(held_out=torch.tensor(2.5), number=3)
-        for call in (
-            lambda: log.note(text="high"),  # type: ignore[arg-type]
-            lambda: log.note(several=torch.ones(2)),  # type: ignore[arg-type]
-            lambda: log.step(torch.ones(3)),
+        for call, text in (
+            (lambda: log.note(text="high"), "ValueError: could not convert string to float: 'high'"),
+            (
+                lambda: log.note(several=torch.ones(2)),
+                "ValueError: only one element tensors can be converted to Python scalars",
+            ),
+            (lambda: log.step(torch.ones(3)), "RuntimeError: shape '[]' is invalid for input of size 3"),
         ):
-            try:
-                call()
-            except (TypeError, ValueError, RuntimeError) as error:
-                refused.append(f"{type(error).__name__}: {error}")
+            assert caught(call) == text
         log.note(last=1.5)
         log.close()
-    return kept.metrics, refused
+    assert kept.metrics == [{"step": 0, "held_out": 2.5, "number": 3}, {"step": 0, "last": 1.5}]
+    assert all(type(value) in (int, float) for values in kept.metrics for value in values.values())
 
 
-def test_values_that_are_no_numbers_are_refused_and_tensors_are_taken(ranks: Any) -> None:
-    ((metrics, refused),) = ranks(1, note_and_step)
-    assert metrics == [{"step": 0, "held_out": 2.5, "number": 3}, {"step": 0, "last": 1.5}]
-    assert all(type(value) in (int, float) for values in metrics for value in values.values())
-    assert refused == [
-        "ValueError: could not convert string to float: 'high'",
-        "ValueError: only one element tensors can be converted to Python scalars",
-        "RuntimeError: shape '[]' is invalid for input of size 3",
-    ]
-
-
-def log_of_nan() -> list[str]:
-    """The warnings of a log over a loss that the engine has not seen."""
+@on_ranks(2)
+def test_a_log_that_reads_a_loss_of_nan_tells_of_it_once() -> None:
     engine, _ = start(Tiny(), "SGD", stage=1)
-    with warnings.catch_warnings(record=True) as caught, zeroshard.StepLog(engine, Kept(), every=1) as log:
+    with warnings.catch_warnings(record=True) as told, zeroshard.StepLog(engine, Kept(), every=1) as log:
         warnings.simplefilter("always")
         for _ in range(3):
             loss = square_loss(engine, 0)
             loss.backward()
             engine.step()
             log.step(loss * math.nan)
-    return [str(one.message) for one in caught]
-
-
-def test_a_log_that_reads_a_loss_of_nan_tells_of_it_once(ranks: Any) -> None:
-    for (text,) in ranks(2, log_of_nan):
-        assert text.startswith("step 1 was taken with a loss or a gradient norm that is not finite")
+    (text,) = [str(one.message) for one in told]
+    assert text.startswith("step 1 was taken with a loss or a gradient norm that is not finite")
 
 
 def test_a_log_needs_an_engine() -> None:

@@ -41,7 +41,7 @@ GUARDS = (
         name="an_optimizer_section_of_deepspeed_is_passed_over",
         says="The sections of a DeepSpeed config that nobody reads are left out without a warning.",
         file="zeroshard/deepspeed/translate.py",
-        find="    if note:\n",
+        find="    if notes:\n",
         replace="    if False:\n",
         tests=("test_sections_of_objects_are_not_read_and_the_warning_says_what_to_give",),
     ),

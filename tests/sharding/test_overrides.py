@@ -6,6 +6,7 @@ from torch import nn
 
 from zeroshard import Config, Precision
 from zeroshard.assemble import find_casts
+from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_buffer
 from zeroshard.plan.names import find_overrides, find_replicated
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP, place
@@ -70,9 +71,9 @@ def test_a_pattern_that_fits_nothing_is_refused_with_close_names():
         find_overrides(Model(), {"*.zzz": WIDE})
 
 
-def casts_of(model, overrides, parts=()):
+def casts_of(model, overrides):
     """The outermost modules that are cast, by name."""
-    casts = find_casts(model, find_overrides(model, overrides), HALF, parts)
+    casts = find_casts(model, find_overrides(model, overrides), HALF)
     return {
         name for name, module in model.named_modules() if module in casts and casts[module].without is HALF
     }
@@ -84,9 +85,8 @@ def test_the_largest_modules_are_cast_whose_parameters_all_have_one_such_dtype()
     # Nobody calls a list of modules; a module with other parameters deals with two dtypes itself.
     assert casts_of(model, {"layers": WIDE}) == {"layers.0", "layers.1"}
     assert casts_of(model, {"gain": WIDE, "*.mlp.weight": WIDE}) == set()
-    assert casts_of(model, {"layers.0": WIDE}, parts={model.layers[0]}) == {
-        *("layers.0.norm", "layers.0.router", "layers.0.mlp")
-    }
+    model.layers[0].absent = Absent(adds=False, turn=None, name="absent", names=())
+    assert casts_of(model, {"layers.0": WIDE}) == {"layers.0.norm", "layers.0.router", "layers.0.mlp"}
 
 
 def test_a_unit_gets_one_buffer_more_for_each_dtype():

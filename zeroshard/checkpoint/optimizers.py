@@ -33,8 +33,8 @@ from zeroshard.checkpoint.tensors import (
 from zeroshard.checkpoint.values import SavedValues
 from zeroshard.codec import naming_damage
 from zeroshard.config.pipeline import NOTED_CHANGES
+from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.adopted import is_bitsandbytes, num_bits, to_common
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
 from zeroshard.optim.eightbit.rule import Rule
@@ -85,7 +85,7 @@ def read_optimizer(optimizer: Optimizer, to: SavedValues) -> States:
         for key, value in values.items():
             _check_key(optimizer, key)
             if not isinstance(value, Tensor):
-                if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                     raise ValueError(
                         f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' is a "
                         f"{type(value).__name__} of tensors; expected tensors, or values without any"

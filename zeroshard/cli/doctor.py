@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import shutil
-import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -45,20 +43,16 @@ def doctor(_: DoctorOptions) -> None:
 
 def page() -> str:
     """Return the facts of this machine as text, with the features whose packages are here."""
-    packages = {name: check_package(name) for needed in FEATURES.values() for name in needed}
-    features = {}
-    for feature, needed in FEATURES.items():
-        problems = [packages[name] for name in needed if packages[name]]
-        features[feature] = f"no: {'; '.join(problems)}" if problems else "yes"
-    parts = {"versions": read_versions(list(packages)), "machine": read_machine(), "features": features}
+    features = {feature: check_packages(needed) for feature, needed in FEATURES.items()}
+    parts = {"versions": read_versions(), "machine": read_machine(), "features": features}
     return "\n\n".join(
         "\n".join((title, *(f"  {name:<33} {text}" for name, text in rows.items())))
         for title, rows in parts.items()
     )
 
 
-def read_versions(packages: list[str]) -> dict[str, str]:
-    """Return the versions of Python, of torch's libraries, and of some packages."""
+def read_versions() -> dict[str, str]:
+    """Return the versions of Python and of torch's libraries."""
     found = {
         "Python": platform.python_version(),
         "zeroshard": installed_version(),
@@ -66,27 +60,25 @@ def read_versions(packages: list[str]) -> dict[str, str]:
         "CUDA of torch": torch.version.cuda or "none: this torch is built without it",
         "ROCm of torch": torch.version.hip,
         "backends of torch": ", ".join(available_backends()),
+        "numpy": version("numpy"),
     }
-    for name in ("numpy", *packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
     return {name: text for name, text in found.items() if text}
 
 
-def check_package(name: str) -> str:
-    """Return the problem of a package; "" for none."""
-    try:
-        found = version(name)
-        if name in _BINARY:
-            logging.getLogger(name).setLevel(logging.ERROR)  # bitsandbytes logs parts that it goes without
-            import_module(name)
-    except PackageNotFoundError:
-        return f"{name} is not installed: pip install {name}"
-    except Exception as error:  # whatever its libraries make it raise
-        return f"{name} {found} does not load: {_first_line(error)}"
-    return ""
+def check_packages(names: Iterable[str]) -> str:
+    """Return "yes" and the versions of packages, or "no" and the problems of some."""
+    here, problems = [], []
+    for name in names:
+        try:
+            here.append(f"{name} {version(name)}")
+            if name in _BINARY:
+                logging.getLogger(name).setLevel(logging.ERROR)  # bitsandbytes logs parts it goes without
+                import_module(name)
+        except PackageNotFoundError:
+            problems.append(f"{name} is not installed: pip install {name}")
+        except Exception as error:  # whatever its libraries make it raise
+            problems.append(f"{here[-1]} does not load: {_first_line(error)}")
+    return f"no: {'; '.join(problems)}" if problems else f"yes: {', '.join(here)}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -101,11 +93,9 @@ def read_machine() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory().total
     facts = {
-        "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(cores),
         "memory": f"{format_bytes(memory)}, {format_bytes(host_bytes_free())} free for this process",
-        "C++ compiler, for compile=true": shutil.which("g++") or shutil.which("clang++") or "none",
     }
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -120,8 +110,6 @@ def read_machine() -> dict[str, str]:
 
 def _why_none() -> str:
     """Return the reason why torch sees no accelerator."""
-    if not (torch.version.cuda or torch.version.hip):
-        return f"torch {torch.__version__} is built for CPUs alone"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

@@ -6,14 +6,13 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType, NoneType
-from typing import Any, ClassVar, NamedTuple, Self, get_args
+from types import NoneType
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -59,12 +58,9 @@ def names_by(expected: str, name_of: Callable[[Any], Any]) -> ValueRule:
     """Return the rule for one name or several, which are stored as a tuple."""
 
     def accept(value: Any) -> Any:
-        several = isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
+        several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         names = [name_of(item) for item in (value if several else [value])]
-        if REFUSED in names:
-            return REFUSED
-        # A set's order differs between processes, and all ranks must read the same config.
-        return tuple(sorted(names, key=str) if isinstance(value, Set) else names)
+        return REFUSED if REFUSED in names else tuple(names)
 
     return ValueRule(expected, accept)
 
@@ -107,13 +103,10 @@ def _dtype(value: Any) -> Any:
 
 def _dtypes_by_name(value: Any) -> Any:
     """Pairs of a pattern and a dtype, in order; they have a hash, and a config keeps them as they are."""
-    items = value.items() if isinstance(value, Mapping) else value
-    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+    try:
+        stored = tuple((_text(name), _dtype(dtype)) for name, dtype in dict(value).items())
+    except (TypeError, ValueError):
         return REFUSED
-    pairs = [tuple(item) if isinstance(item, list | tuple) else () for item in items]
-    if any(len(pair) != 2 for pair in pairs):
-        return REFUSED
-    stored = tuple((_text(name), _dtype(dtype)) for name, dtype in pairs)
     return REFUSED if any(REFUSED in pair for pair in stored) else stored
 
 
@@ -238,27 +231,15 @@ class Checked:
     @classmethod
     def _unknown_key(cls, key: object, known: list[str]) -> str:
         close = [cls._prefix + name for name in difflib.get_close_matches(str(key).lower(), known, n=1)]
-        close = [_MEANT[f"{cls._prefix}{key}"]] if f"{cls._prefix}{key}" in _MEANT else close
         # The same name in another section is meant rather than a similar one: 'param_dtype'.
         close = [name for name in flat(cls._whole()) if name.rpartition(".")[2] == key] + close
-        if close:
-            hint = f"; did you mean '{close[0]}'?"
-        else:
-            hint = "; Config.from_deepspeed reads DeepSpeed's." if deepspeed_reader().is_known(key) else "."
+        hint = f"; did you mean '{close[0]}'?" if close else "; Config.from_deepspeed reads DeepSpeed's."
         place = f"Known keys of '{cls._prefix[:-1]}'" if cls._prefix else "Known keys"
         return f"unknown config key '{cls._prefix}{key}'{hint} {place}: {', '.join(known)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for `from_dict` that JSON can hold. Raises ValueError when `units` is a predicate."""
-        return {option.name: self._written(option.name) for option in fields(self)}
-
-    def _written(self, name: str) -> Any:
-        """Return the value of a field as `to_dict` has it."""
-        return _plain(name, getattr(self, name))
-
-
-_MEANT = {"precision.dtype": "precision.param_dtype", "dtype": "precision"}
-"""Unknown keys with the key that is meant, where the spelling of another key is closer."""
+        return {option.name: _plain(option.name, getattr(self, option.name)) for option in fields(self)}
 
 
 def _is_section(kind: Any) -> bool:
@@ -283,18 +264,9 @@ def _plain(key: str, value: Any) -> Any:
         return show(value)
     if isinstance(value, Checked):
         return value.to_dict()
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return {name: _plain(key, part) for name, part in value}
     return list(value) if isinstance(value, tuple) else value
-
-
-def deepspeed_reader() -> ModuleType:
-    """Import `zeroshard.deepspeed.translate`, the one import upward.
-
-    `Config.from_deepspeed` is a method of the Config, but `import zeroshard` should not load the keys of
-    another engine.
-    """
-    from zeroshard.deepspeed import translate
-
-    return translate
 
 
 def flat(config: Checked) -> dict[str, Any]:
@@ -320,31 +292,21 @@ def with_type(value: object) -> str:
 # ------------------------------------------------------------------------------------------------- files
 
 
-@contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise each ValueError inside with the name of the file."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"config file '{path}': {error}") from None
+_Made = TypeVar("_Made")
 
 
-def world_size() -> int | None:
-    """Return the number of ranks from WORLD_SIZE, which torchrun sets; None without it."""
-    ranks = os.environ.get("WORLD_SIZE", "")
-    return int(ranks) if ranks.isdecimal() else None
-
-
-def read_options(file: Path) -> Any:
-    """Return the content of a .json or .toml file.
+def read_file(path: str | os.PathLike[str], build: Callable[[Any], _Made]) -> _Made:
+    """Return what a function makes of the content of a .json or .toml file.
 
     Raises:
-        ValueError: the file cannot be read or parsed, or has another ending.
+        ValueError: naming the file: it cannot be parsed, or has another ending; or the function raises one.
+        OSError: it cannot be read.
     """
     parsers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
-    if file.suffix.lower() not in parsers:
-        raise ValueError("expected a name that ends in .json or .toml")
+    file = Path(path)
     try:
-        return parsers[file.suffix.lower()](file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"can't be read: {error.strerror}") from None
+        if file.suffix.lower() not in parsers:
+            raise ValueError("expected a name that ends in .json or .toml")
+        return build(parsers[file.suffix.lower()](file.read_text(encoding="utf-8-sig")))
+    except ValueError as error:
+        raise ValueError(f"config file '{path}': {error}") from None

@@ -13,23 +13,13 @@ the dotted key, the expected value and the given one.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
 from torch import nn
 
 from zeroshard.config import checked
-from zeroshard.config.checked import (
-    Checked,
-    Condition,
-    Requirement,
-    deepspeed_reader,
-    naming,
-    read_options,
-    show,
-    with_type,
-)
+from zeroshard.config.checked import Checked, Condition, Requirement, read_file
 from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
 
 
@@ -103,11 +93,6 @@ class Precision(Checked):
     def _from_short(cls, value: Any) -> Any:
         dtype = checked.DTYPE.accept(value)
         return checked.REFUSED if dtype is checked.REFUSED else cls(param_dtype=dtype)
-
-    def _written(self, name: str) -> Any:
-        if name == "overrides" and self.overrides is not None:
-            return {pattern: show(dtype) for pattern, dtype in dict(self.overrides).items()}
-        return super()._written(name)
 
     def _requirements(self) -> list[Requirement]:
         half = self.param_dtype == torch.float16, "param_dtype", "float16"
@@ -309,11 +294,10 @@ class Config(Checked):
         if not pipeline.is_asynchronous:
             return []
         method, correction = pipeline.chosen_weights, pipeline.chosen_correction
-        first = "pipeline.schedule" if pipeline.weights is None else "pipeline.weights"
-        second = first if pipeline.correction is None else "pipeline.correction"
+        key = "pipeline.schedule" if pipeline.weights is None else "pipeline.weights"
         wide = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
-        tier = "offload.parameters" if self.offload.parameters != "none" else "offload.optimizer"
-        near = (self.offload.optimizer == "none" and self.offload.parameters == "none", tier, "'none'")
+        tiers = ("offload.optimizer", self.offload.optimizer), ("offload.parameters", self.offload.parameters)
+        near = [(tier == "none", name, "'none'") for name, tier in tiers]
         not_ignored = (not self.ignored, "ignored", "None")
         not_recomputed = (self.recompute == "none", "recompute", "'none'")
         resharded = (self.reshard_after_forward is True, "reshard_after_forward", "True")
@@ -324,29 +308,20 @@ class Config(Checked):
         return [
             # Each pipeline rank steps by itself: nobody has the gradients of the whole model at a time.
             # Gradients of ignored parameters are not averaged over the micro-batches of a step.
-            (True, first, unclipped, unjudged, not_half, not_ignored),
+            (True, key, unclipped, unjudged, not_half, not_ignored),
             # A second forward inside a backward would have the weights of the backward. Compiled code keeps
             # what it makes of the weights of the forward.
-            (method not in KEPT_WEIGHTS, first, not_recomputed, not_compiled),
-            (method not in NEWEST_WEIGHTS, first, resharded, near),
-            (spikes, second, near),
-            (method in MOVED_WEIGHTS or spikes, second if spikes else first, wide),
-            (method == "double", first, has_enough),
+            (method not in KEPT_WEIGHTS, key, not_recomputed, not_compiled),
+            (method not in NEWEST_WEIGHTS, key, resharded),
+            (method not in NEWEST_WEIGHTS or spikes, key, *near),
+            (method in MOVED_WEIGHTS or spikes, key, wide),
+            (method == "double", key, has_enough),
         ]
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"zeroshard's Config has no attribute {name!r}; engine.config is such a Config, the model's "
-            "own config is engine.module.config"
-        )
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """Read a .json or .toml file. Raises ValueError naming the file, and the line of a syntax error."""
-        if not isinstance(path, str | os.PathLike):
-            raise ValueError(f"config file: expected a path, got {with_type(path)}")
-        with naming(path):
-            return cls.from_dict(read_options(Path(path)))
+        return read_file(path, cls.from_dict)
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
@@ -359,23 +334,23 @@ class Config(Checked):
         Raises:
             ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
         """
-        translated: Self = deepspeed_reader().read(cls, config)
-        return translated
+        from zeroshard.deepspeed.translate import translate  # the one import upward, for those who ask for it
+
+        return translate(cls, config)
 
     @classmethod
     def parse(cls, config: "Config | Mapping[str, Any] | str | os.PathLike[str] | None") -> "Config":
         """Return the Config for a Config, a mapping, a path, or None, which means the defaults.
 
         Raises:
-            ValueError: another type; a file that cannot be read; an unknown key or a bad value, by its key.
+            ValueError: another type; a file that cannot be parsed; an unknown key or a bad value, by its key.
+            OSError: a file that cannot be read.
         """
         if isinstance(config, Config):
             return config
         if isinstance(config, str | os.PathLike):
             return cls.from_file(config)
-        if config is None or isinstance(config, Mapping):
-            return cls.from_dict(config or {})
-        raise ValueError(f"config: expected a Config, a dict, a path or None, got {with_type(config)}")
+        return cls.from_dict({} if config is None else config)
 
 
 Checked._whole = Config

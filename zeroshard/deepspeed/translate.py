@@ -12,9 +12,7 @@ Keys are dotted.
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,14 +24,13 @@ from zeroshard.config.checked import (
     REFUSED,
     TIER,
     ValueRule,
+    choice,
     instance,
     integer,
-    naming,
     number,
-    read_options,
+    read_file,
     show,
     with_type,
-    world_size,
 )
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
@@ -102,6 +99,10 @@ MAPPED: dict[str, KeyRule] = {
     "compile.deepcompile": _flag({"compile": True}),
     "compile.enabled": _flag({"compile": True}),
     "tensor_parallel.autotp_size": _as("mesh.tp", integer(0), 0, 1),
+    # Gradients are averaged, and so are those of micro-batches; ranks do not divide a sequence.
+    "gradient_allreduce_op": KeyRule(choice("mean"), lambda _: {}),
+    "managed_gradient_accumulation": KeyRule(ValueRule("true", lambda on: on or REFUSED), lambda _: {}),
+    "sequence_parallel_size": KeyRule(integer(1, 1), lambda _: {}),
 }
 
 # --------------------------------------------------------------------------------------------- ignored
@@ -140,46 +141,30 @@ IGNORED = frozenset(section + name for section, names in _NOT_READ.items() for n
 
 # --------------------------------------------------------------------------------------- no equivalent
 
-_CURRICULUM = ("data_efficiency", "curriculum_learning")
-_COMPRESSION = ("weight_quantization", "compression_training", "quantize_training", "eigenvalue")
-_EXPERTS = ("expert_parallel", "use_data_before_expert_parallelism")
-_QUANTIZED = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")
-
-NO_EQUIVALENT: dict[str, str] = {
-    "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
-    "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
-    "amp": "use bf16.enabled or fp16.enabled",
-    "torch_autocast": "use bf16.enabled, or torch.autocast around the model's own forward",
-    "data_types.buffer_dtype": "cast the model's buffers before initialize",
-    "sparse_gradients": "gradients are dense: build embeddings with sparse=False",
-    "gradient_allreduce_op": "gradients are averaged: multiply the loss by the ranks",
-    "managed_gradient_accumulation": "set gradient_accumulation_steps to 1 and put engine.no_sync() around "
-    "all but the last backward",
-    "dataloader_drop_last": "give your own DataLoader with drop_last=True",
-    "sequence_parallel_size": "ranks are data-parallel, or tensor- and pipeline-parallel",
-    **dict.fromkeys(_EXPERTS, "experts are sharded like any other parameters"),
-    "tensor_parallel.partition_config": "give tp_plan= to initialize",
-    "hybrid_engine": "leave the section out: engine.generate keeps parameters gathered",
-    **dict.fromkeys(_CURRICULUM, "choose samples in your Dataset or DataLoader"),
-    "elasticity": "start torchrun with other ranks and keep the global batch yourself",
-    "fp16.fp16_master_weights_and_grads": "main parameters are float32, or bfloat16",
-    "nebula": "checkpoints go to a directory",
-    "sparse_attention": "use an attention implementation of the model's own",
-    "progressive_layer_drop": "drop layers in the model's own forward",
-    "compile.offload_activation": "use activation_checkpointing.cpu_checkpointing",
-    **dict.fromkeys(_COMPRESSION, "zeroshard trains the model as it is"),
-    **dict.fromkeys(
-        (*(f"zero_optimization.zero_{name}" for name in _QUANTIZED), "zero_optimization.zeropp_loco_param"),
-        "nothing is quantized on the wire; communication_data_type narrows gradients",
-    ),
-    "zero_optimization.zenflow": "use offload_optimizer, with ratio for a part that stays on the device",
+_NEAREST = {
+    "use bf16.enabled or fp16.enabled": "amp torch_autocast",
+    "write offload_optimizer: {device: cpu}": "zero_optimization.cpu_offload",
+    "write offload_param: {device: cpu}": "zero_optimization.cpu_offload_param",
+    "cast the model's buffers before initialize": "data_types.buffer_dtype",
+    "gradients are dense: build embeddings with sparse=False": "sparse_gradients",
+    "set loader.drop_last in the Config": "dataloader_drop_last",
+    "experts are sharded like any other parameters": "expert_parallel use_data_before_expert_parallelism",
+    "give tp_plan= to initialize": "tensor_parallel.partition_config",
+    "engine.generate keeps parameters gathered": "hybrid_engine",
+    "choose samples in your Dataset or DataLoader": "data_efficiency curriculum_learning",
+    "start torchrun with other ranks and keep the global batch yourself": "elasticity",
+    "main parameters are float32, or bfloat16": "fp16.fp16_master_weights_and_grads",
+    "checkpoints go to a directory": "nebula",
+    "use activation_checkpointing.cpu_checkpointing": "compile.offload_activation",
+    "zeroshard trains the model as it is": "sparse_attention progressive_layer_drop weight_quantization "
+    "compression_training quantize_training eigenvalue",
+    "nothing is quantized on the wire; communication_data_type narrows gradients": "zero_optimization."
+    "zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights "
+    "zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param",
+    "use offload_optimizer, with ratio for a part that stays on the device": "zero_optimization.zenflow",
 }
-"""What to use instead. Empty and disabled values ask for nothing, and so do these:"""
-HARMLESS: dict[str, object] = {
-    "gradient_allreduce_op": "mean",
-    "managed_gradient_accumulation": True,
-    "sequence_parallel_size": 1,
-}
+NO_EQUIVALENT = {key: nearest for nearest, keys in _NEAREST.items() for key in keys.split()}
+"""What to use instead. Empty and disabled values ask for nothing."""
 
 # ------------------------------------------------------------------------------------------- all of them
 
@@ -194,7 +179,7 @@ SWITCHED = frozenset({"bf16", "fp16"})
 _Config = TypeVar("_Config", bound=Config)
 
 
-def read(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike[str]) -> _Config:
+def translate(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike[str]) -> _Config:
     """Return the Config for `Config.from_deepspeed`, and warn of keys and sections that it does not hold.
 
     Args:
@@ -204,53 +189,24 @@ def read(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike[str]
     Raises:
         ValueError: listing all keys that are unknown, wrong, "auto", or have no equivalent.
     """
-    path = config if isinstance(config, str | os.PathLike) else None
-    with nullcontext() if path is None else naming(path):
-        given: Any = config if path is None else read_options(Path(path))
-        options, note = translate(given, world_size())
-        translated = kind.from_dict(options)
-    if note:
-        warn_user(note)
-    return translated
-
-
-class Translation(NamedTuple):
-    """A DeepSpeed config in the terms of zeroshard."""
-
-    options: dict[str, Any]
-    """The options for `Config.from_dict`."""
-    note: str
-    """The keys that are not read, and what to do instead; empty if there are none."""
-
-
-def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
-    """Read a DeepSpeed config.
-
-    Args:
-        config: its keys and sections.
-        num_ranks: the world size; None if unknown.
-
-    Raises:
-        ValueError: listing all that is wrong or has no equivalent.
-    """
+    if isinstance(config, str | os.PathLike):
+        return read_file(config, lambda content: translate(kind, content))
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a mapping of DeepSpeed config keys, got {with_type(config)}")
     leaves = dict(_leaves({_OLD_NAMES.get(name, name): value for name, value in config.items()}))
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
     accepted = {key: MAPPED[key].rule.accept(value) for key, value in leaves.items() if key in MAPPED}
     options, conflicts = _options({key: value for key, value in accepted.items() if value is not REFUSED})
-    batch_problem, batch_note = _resolve_batch(options, num_ranks)
+    batch_problem, notes = _resolve_batch(options, os.environ.get("WORLD_SIZE"))
     problems += [*conflicts, *batch_problem]
     if problems:
         raise ValueError("\n- ".join(["DeepSpeed config:", *problems]))
-    clipping_note = [] if config.get("gradient_clipping") is not None else [_UNCLIPPED]
-    notes = [*batch_note, *clipping_note, *_ignored_note(leaves)]
-    return Translation(_nested(options), "\n- ".join(["DeepSpeed config:", *notes]) if notes else "")
-
-
-def is_known(key: object) -> bool:
-    """True for a key of DeepSpeed."""
-    return key in KNOWN or key in SECTIONS
+    notes += [] if config.get("gradient_clipping") is not None else [_UNCLIPPED]
+    if ignored := ", ".join(key for key in leaves if key in IGNORED):
+        notes.append(f"not read: {ignored} ({_ELSEWHERE})")
+    if notes:
+        warn_user("\n- ".join(["DeepSpeed config:", *notes]))
+    return kind.from_dict(_nested(options))
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -274,8 +230,7 @@ def _problem(key: str, value: Any) -> str | None:
         return f"'{key}': expected {rule.expected}, got {with_type(value)}" if is_wrong else None
     if key in NO_EQUIVALENT:
         is_disabled = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
-        is_off = value == HARMLESS[key] if key in HARMLESS else is_disabled
-        return None if is_off else f"'{key}' has no equivalent: {NO_EQUIVALENT[key]}"
+        return None if is_disabled else f"'{key}' has no equivalent: {NO_EQUIVALENT[key]}"
     if key in SECTIONS:
         return f"'{key}': expected a section, got {with_type(value)}"
     return None if key in KNOWN else _unknown(key)
@@ -291,16 +246,16 @@ def _unknown(key: str) -> str:
 
 def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
     """Return the options that mapped keys ask for, and the contradictions between them."""
-    wanted: dict[str, tuple[Any, str]] = {"stage": (0, "")}  # no zero_optimization: nothing is sharded
+    options: Options = {"stage": 0}  # no zero_optimization: nothing is sharded
+    by: dict[str, str] = {}
     conflicts = []
     for key, value in leaves.items():
         for option, asked in MAPPED[key].options(value).items():
-            first, by = wanted.setdefault(option, (asked, key))
-            if not by:
-                wanted[option] = (asked, key)
-            elif first != asked:
-                conflicts.append(f"'{by}' asks for {option}={show(first)}, '{key}' for {show(asked)}")
-    options = {option: value for option, (value, _) in wanted.items()}
+            if by.setdefault(option, key) == key:
+                options[option] = asked
+            elif options[option] != asked:
+                both = f"{option}={show(options[option])}, '{key}' for {show(asked)}"
+                conflicts.append(f"'{by[option]}' asks for {both}")
     if options.get("precision.param_dtype") is torch.float16:
         options.setdefault("precision.loss_scale", "dynamic")
     elif options.get("precision.param_dtype") is torch.bfloat16:
@@ -317,34 +272,28 @@ def _tell_dynamic(options: Options) -> None:
         options["precision.loss_scale"] = asked
 
 
-def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], list[str]]:
+def _resolve_batch(options: Options, world_size: str | None) -> tuple[list[str], list[str]]:
     """Divide train_batch_size by the given factors; return the problems and the notes of that."""
     batch = options.pop("train_batch_size", None)
     if batch is None:
         return [], []
     size, steps = options.get("micro_batch_size"), options.get("gradient_accumulation_steps")
-    data_ranks = max(1, (num_ranks or 1) // options.get("mesh.tp", 1))
+    data_ranks = max(1, int(world_size or 1) // options.get("mesh.tp", 1))
     per_rank = (size or 1) * (steps or 1)
     is_given = size is not None and steps is not None
     # Without WORLD_SIZE, a batch with both factors given determines the number of ranks.
-    divisor = per_rank if is_given and num_ranks is None else per_rank * data_ranks
-    rest, remainder = divmod(batch, divisor)
-    if remainder or not rest or (is_given and num_ranks is not None and rest != 1):
+    rest, remainder = divmod(batch, per_rank if is_given and not world_size else per_rank * data_ranks)
+    if remainder or not rest or (is_given and world_size and rest != 1):
         parts = f"micro-batch {size or 'not given'}, accumulation steps {steps or 'not given'}"
         return [f"'train_batch_size': {batch} does not go into {parts}, data-parallel ranks {data_ranks}"], []
     if is_given:
         return [], []
     options["gradient_accumulation_steps" if size else "micro_batch_size"] = rest
     note = f"train_batch_size={batch} was taken for one rank: WORLD_SIZE, which torchrun sets, is not set"
-    return [], [note] if num_ranks is None else []
+    return [], [] if world_size else [note]
 
 
-def _ignored_note(keys: Iterable[str]) -> list[str]:
-    ignored = ", ".join(key for key in keys if key in IGNORED)
-    where = "initialize takes objects of torch; docs/migrating.md has what does the work of the others"
-    return [f"not read: {ignored} ({where})"] if ignored else []
-
-
+_ELSEWHERE = "initialize takes objects of torch; docs/migrating.md has what does the work of the others"
 _UNCLIPPED = (
     "gradient_clipping is not given, so gradients are not clipped; recent DeepSpeed (0.19.8) clips at 1.0"
 )

@@ -13,10 +13,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import GivenConfig, Loader
+from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import TAG, parse_data_parallel
+from zeroshard.integrations.data_parallel import TAG, parse_data_parallel, refuse
 
 _STATE = "lightning.ckpt"
 """The file with the rest of a checkpoint: loops, callbacks, learning-rate schedules. It is written last."""
@@ -43,15 +43,13 @@ class ZeroShardStrategy(DDPStrategy):
 
     def __init__(self, config: GivenConfig = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._config = own = parse_data_parallel(config, "the strategy of Lightning")
-        loaders = "the DataLoaders are those of Lightning: set"
-        steps = own.gradient_accumulation_steps, 1, "set accumulate_grad_batches of the Trainer"
-        _refuse(
-            ("device", own.device, None, "set accelerator and devices of the Trainer"),
-            ("gradient_accumulation_steps", *steps),
-            ("micro_batch_size", own.micro_batch_size, 1, f"{loaders} batch_size there"),
-            ("loader", own.loader, Loader(), f"{loaders} num_workers and the like there"),
-        )
+        decided = {
+            "device": "accelerator and devices of the Trainer",
+            "gradient_accumulation_steps": "accumulate_grad_batches of the Trainer",
+            "micro_batch_size": "batch_size of your DataLoader",
+            "loader": "num_workers and the like of your DataLoader",
+        }
+        self._config = parse_data_parallel(config, "the strategy of Lightning", decided)
         self._loaded: Path | None = None
         self._has_failed = False
         """True after an exception on this rank: the others may not come to the end."""
@@ -66,11 +64,13 @@ class ZeroShardStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        clipping = trainer.gradient_clip_val, None, "set clip_grad_norm in the config"
-        precision = trainer.precision, "32-true", "set precision in the config"
-        _refuse(("gradient_clip_val", *clipping), ("precision", *precision))
-        if not self.lightning_module.automatic_optimization:
-            raise ValueError("ZeroShardStrategy: expected automatic_optimization=True")
+        is_automatic = self.lightning_module.automatic_optimization
+        refuse(
+            "ZeroShardStrategy",
+            ("gradient_clip_val", trainer.gradient_clip_val, None, "set clip_grad_norm in the config"),
+            ("precision", trainer.precision, "32-true", "set precision in the config"),
+            ("automatic_optimization", is_automatic, True, "or use zeroshard.initialize without a Trainer"),
+        )
         optimizer = None
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -128,14 +128,9 @@ class ZeroShardStrategy(DDPStrategy):
         """Return the rest of a checkpoint; `load_model_state_dict` loads the engine.
 
         Raises:
-            ValueError: the folder was not saved with this strategy, or is not complete.
+            OSError: the folder was not saved with this strategy, or is not complete.
         """
         self._loaded = Path(checkpoint_path)
-        if not (self._loaded / _STATE).is_file():
-            raise ValueError(
-                f"'{checkpoint_path}': expected the folder of a complete checkpoint of ZeroShardStrategy, "
-                f"with '{_STATE}'"
-            )
         return super().load_checkpoint(self._loaded / _STATE, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -164,10 +159,3 @@ class ZeroShardStrategy(DDPStrategy):
         assert self.accelerator is not None
         for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
-
-
-def _refuse(*settings: tuple[str, object, object, str]) -> None:
-    """Raise ValueError for the first setting that is not as it must be: name, value, expected one, remedy."""
-    for name, came, wanted, remedy in settings:
-        if came != wanted:
-            raise ValueError(f"ZeroShardStrategy: {name}: expected {wanted!r}, got {came!r}; {remedy}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +13,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import TrainerState
 
-from zeroshard.config.checked import show
-from zeroshard.config.sections import Config, GivenConfig, Loader
+from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
-from zeroshard.integrations.data_parallel import TAG, parse_data_parallel
+from zeroshard.integrations.data_parallel import TAG, parse_data_parallel, refuse
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -31,12 +28,15 @@ _STATE = "trainer_state.json"
 """The file of a checkpoint that the Trainer writes last."""
 _COMPUTE_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of forward and backward, by its name in `args.mixed_precision`."""
-_ALSO_ARGUMENTS = (
-    ("gradient_accumulation_steps", 1, "gradient_accumulation_steps"),
-    ("clip_grad_norm", None, "max_grad_norm"),
-    ("micro_batch_size", 1, "per_device_train_batch_size"),
-)
-"""Keys of the config with their defaults, and the TrainingArguments that mean the same."""
+_DECIDED = {
+    "gradient_accumulation_steps": "it in the TrainingArguments",
+    "clip_grad_norm": "max_grad_norm of the TrainingArguments",
+    "micro_batch_size": "per_device_train_batch_size of the TrainingArguments",
+    "device": "use_cpu of the TrainingArguments",
+    "loader": "dataloader_num_workers and the like of the TrainingArguments",
+    "checkpoint.keep_last": "save_total_limit of the TrainingArguments",
+}
+"""Keys of the config, with the TrainingArguments that decide of them."""
 
 
 class ZeroShardMixin(_Trainer):
@@ -67,11 +67,9 @@ class ZeroShardMixin(_Trainer):
     model: Any
     lr_scheduler: Any
     state: Any
-    _num_parameters = 0
-    """Elements of the model without embeddings, before it is sharded."""
 
     def __init__(self, *args: Any, zeroshard_config: GivenConfig = None, **kwargs: Any) -> None:
-        self.zeroshard_config = parse_data_parallel(zeroshard_config, "the Trainer")
+        self.zeroshard_config = parse_data_parallel(zeroshard_config, "the Trainer", _DECIDED)
         super().__init__(*args, **kwargs)
 
     # -- the Trainer's calls become the engine's --------------------------------------------------------
@@ -109,8 +107,6 @@ class ZeroShardMixin(_Trainer):
             if self.engine is not None:
                 self.engine.close(restore=False)  # its model has been replaced by model_init
             self.create_optimizer()
-            if hasattr(self.model, "num_parameters"):
-                self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
             self.engine = initialize(self.model, self.optimizer, self.zeroshard_config).engine
             self.model_wrapped, self.optimizer = self.engine, _EngineStep(self.engine)
             if self.engine.world_size != self.accelerator.num_processes:
@@ -148,9 +144,8 @@ class ZeroShardMixin(_Trainer):
         return None if has_none else self._sharded.clip_grad_norm_(max_norm, norm_type)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count 6 operations for each token and whole parameter, as a Trainer over a plain model does."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if tokens is None else 6 * tokens.numel() * self._num_parameters
+        """Count none: a rank's slices do not show the number of parameters."""
+        return 0
 
     # -- checkpoints ------------------------------------------------------------------------------------
 
@@ -184,13 +179,7 @@ class ZeroShardMixin(_Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check a checkpoint before training begins; `_load_optimizer_and_scheduler` loads all of it."""
-        if not _is_complete(Path(resume_from_checkpoint)):
-            raise ValueError(
-                f"'{resume_from_checkpoint}': expected a complete checkpoint of a Trainer over zeroshard, "
-                f"with '{_STATE}' and '{TAG}'. To begin with other weights, give their folder to "
-                "from_pretrained() and train without resume_from_checkpoint"
-            )
+        """Do nothing: `_load_optimizer_and_scheduler` loads all of a checkpoint."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -241,8 +230,7 @@ def _last_complete(folder: Path) -> str | None:
 def join_arguments(config: Config, args: Any) -> Config:
     """Return the config of an engine that a Trainer drives.
 
-    Mixed precision, accumulation, clipping, the micro-batch size and the device come from the
-    TrainingArguments. The config leaves them at their defaults or repeats them.
+    Mixed precision, accumulation, the micro-batch size and the device come from the TrainingArguments.
 
     Args:
         config: the settings that TrainingArguments do not have: stage, units, reduce_dtype, ...
@@ -252,61 +240,32 @@ def join_arguments(config: Config, args: Any) -> Config:
         ValueError: the two contradict each other, or `args` ask for something that an engine cannot do. The
             message lists all of it.
     """
-    problems = [*_impossible(config, args), *_contradictions(config, args)]
-    if problems:
-        raise ValueError("a Trainer over zeroshard: " + "; ".join(problems))
-    dtype = _COMPUTE_DTYPES[args.mixed_precision] or config.precision.param_dtype
+    own, theirs = config.precision.param_dtype, _COMPUTE_DTYPES[args.mixed_precision]
+    recomputes = any(getattr(args, f"{what}_checkpointing", False) for what in ("activation", "gradient"))
+    is_spoilt = args.save_only_model and args.load_best_model_at_end
+    clips = args.max_grad_norm if config.offload.step_in_backward else 0
+    refuse(
+        "a Trainer over zeroshard",
+        ("precision.param_dtype", own, theirs if own and theirs else own, "set bf16 or fp16 alone"),
+        ("deepspeed", args.deepspeed, None, "Config.from_deepspeed reads such a config"),
+        ("fsdp", bool(args.fsdp), False, "zeroshard shards the model"),
+        ("parallelism_config", getattr(args, "parallelism_config", None), None, "ranks are data-parallel"),
+        ("GPUs of this process", max(args.n_gpu, 1), 1, "start a process for each with torchrun"),
+        ("fp16_full_eval", args.fp16_full_eval, False, "evaluation has the dtype of training"),
+        ("bf16_full_eval", args.bf16_full_eval, False, "evaluation has the dtype of training"),
+        ("torch_compile", args.torch_compile, False, "Config(compile=True) compiles units"),
+        ("auto_find_batch_size", args.auto_find_batch_size, False, "a rank cannot try again alone"),
+        ("save_on_each_node", args.save_on_each_node, False, "all ranks share output_dir"),
+        ("save_only_model", is_spoilt, False, "load_best_model_at_end needs whole checkpoints"),
+        ("even_batches", args.accelerator_config.even_batches, True, "every rank needs as many batches"),
+        ("recompute", config.recompute if recomputes else "none", "none", "the Trainer recomputes already"),
+        ("max_grad_norm", clips, 0, "the norm of all gradients comes after the steps of step_in_backward"),
+    )
     return replace(
         config,
-        precision=replace(config.precision, param_dtype=dtype),
+        precision=replace(config.precision, param_dtype=theirs or own),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         micro_batch_size=args.per_device_train_batch_size,
         clip_grad_norm=None,  # the Trainer has the engine clip before it calls on_pre_optimizer_step
         device=str(args.device),
     )
-
-
-def _impossible(config: Config, args: Any) -> Iterator[str]:
-    """Yield a clause for each setting that does not work."""
-    recomputes = any(getattr(args, f"{what}_checkpointing", False) for what in ("activation", "gradient"))
-    clauses = {
-        "deepspeed: expected None; Config.from_deepspeed reads such a config": args.deepspeed,
-        "fsdp: expected none; zeroshard shards the model": args.fsdp,
-        f"mixed_precision={args.mixed_precision!r}: expected bf16, fp16 or none": args.mixed_precision
-        not in _COMPUTE_DTYPES,
-        "fp16_full_eval, bf16_full_eval: expected False; evaluation has the dtype of training": (
-            args.fp16_full_eval or args.bf16_full_eval
-        ),
-        "torch_compile: expected False; Config(compile=True) compiles units": args.torch_compile,
-        "auto_find_batch_size: expected False; a rank cannot try again alone": args.auto_find_batch_size,
-        "save_on_each_node: expected False; all ranks share output_dir": args.save_on_each_node,
-        "load_best_model_at_end needs checkpoints: expected save_only_model=False": (
-            args.save_only_model and args.load_best_model_at_end
-        ),
-        "accelerator_config.even_batches: expected True; every rank needs as many batches": (
-            not args.accelerator_config.even_batches
-        ),
-        "parallelism_config: expected None": getattr(args, "parallelism_config", None) is not None,
-        f"{args.n_gpu} GPUs in one process: expected one, started by torchrun": args.n_gpu > 1,
-        "recompute='unit' and gradient checkpointing of the Trainer: expected one of them": (
-            recomputes and config.recompute != "none"
-        ),
-        f"offload.step_in_backward: expected max_grad_norm=0, got {args.max_grad_norm}; the norm of all "
-        "gradients comes after its steps": config.offload.step_in_backward and args.max_grad_norm,
-        "loader: expected the default; the Trainer makes the DataLoaders": config.loader != Loader(),
-        "checkpoint.keep_last: expected None; set save_total_limit": config.checkpoint.keep_last is not None,
-    }
-    return (clause for clause, is_asked in clauses.items() if is_asked)
-
-
-def _contradictions(config: Config, args: Any) -> Iterator[str]:
-    """Yield a clause for each key that the config and the TrainingArguments set to different values."""
-    keys = (
-        ("precision.param_dtype", None, "bf16 or fp16", _COMPUTE_DTYPES.get(args.mixed_precision)),
-        ("device", args.device.type, "the device", str(args.device)),
-        *((key, default, name, getattr(args, name)) for key, default, name in _ALSO_ARGUMENTS),
-    )
-    for key, default, name, theirs in keys:
-        own = attrgetter(key)(config)
-        if own not in (None, default, theirs) and theirs is not None:
-            yield f"{key}={show(own)}, but {name} is {show(theirs)}: set it in the TrainingArguments alone"

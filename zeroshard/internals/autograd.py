@@ -26,11 +26,7 @@ _REENTRANT = CheckpointFunction.forward.__code__
 """The code that a reentrant checkpoint alone runs."""
 
 
-_TRACERS = {
-    _TorchDispatchModeKey.PROXY: "make_fx, on which torch.export and torch.func.linearize build",
-    _TorchDispatchModeKey.FUNCTIONAL: "torch.export",
-    _TorchDispatchModeKey.FAKE: "FakeTensorMode, on which torch.export builds",
-}
+_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.FAKE)
 """The modes in which an operation computes no values, or is recorded for later."""
 
 
@@ -112,8 +108,9 @@ def capture_around() -> str | None:
     if _is_tracing():
         return "torch.jit.trace"
     if _len_torch_dispatch_stack():
-        tracers = [name for mode, name in _TRACERS.items() if _get_dispatch_mode(mode) is not None]
+        if any(_get_dispatch_mode(mode) is not None for mode in _TRACERS):
+            return "make_fx, FakeTensorMode or torch.export, which builds on them"
         recorders = (getattr(mode, "records_for", None) for mode in _get_current_dispatch_mode_stack())
-        if found := [*tracers, *filter(None, recorders)]:
+        if found := [*filter(None, recorders)]:
             return str(found[0])
     return "a transform of torch.func (grad, vmap, ...)" if peek_interpreter_stack() is not None else None

@@ -15,13 +15,6 @@ def foreach_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     moves the sums in their 16th digit. A norm that is rounded to float32 keeps 7 digits. So it is the same at
     all stages, unless it lies that close to the middle between two float32 numbers.
 
-    On CUDA torch has kernels for lists of one dtype, so each dtype is a list of its own.
+    On CUDA torch has kernels for lists of one dtype; of several dtypes it takes tensor by tensor.
     """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
-    norms: dict[int, Tensor] = {}
-    for indices in by_dtype.values():
-        found = torch._foreach_norm([tensors[index] for index in indices], 2, dtype=torch.float64)
-        norms |= zip(indices, found, strict=True)
-    return torch.stack([norms[index] for index in range(len(tensors))]).square()
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _BETWEEN = {"zeroshard", "torch", "contextlib", "safetensors"}
 """The packages whose frames lie between a line of the user and the warning."""
@@ -22,3 +22,22 @@ def first_of(names: Sequence[str]) -> str:
     """The first three names, and how many more there are; "" of none."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
+
+
+def works(trial: Callable[[], object], library: str, what: str) -> bool:
+    """True if a trial raises no error; else warn.
+
+    Args:
+        trial: uses the library.
+        library: the name to install.
+        what: the work that the library makes fast, for the warning.
+    """
+    try:
+        trial()
+    except Exception as error:  # a library that was built for another version may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warn_user(
+            f"{what} without {library} ({reason}): steps take several times as long. pip install {library}"
+        )
+        return False
+    return True

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.libraries import works
+from zeroshard.internals.warn import works
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.stepping.parts import Home, show
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zeroshard.internals.libraries import works
+from zeroshard.internals.warn import works
 from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
