@@ -37,6 +37,7 @@ from zeroshard.lazy.recording import (
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.losses import tile_losses
 from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
@@ -94,6 +95,7 @@ def shard_over(
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
     divide_and_cast(module, division, casts, over, changes)
+    tile_losses(module, specs, config, changes)
     check_values(module)
     host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)

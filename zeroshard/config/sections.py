@@ -149,6 +149,18 @@ class Offload(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loss(Checked):
+    """The loss of a causal language model of transformers that trains with labels."""
+
+    _prefix = "loss."
+    tiles: Annotated[str | int, checked.either(checked.choice("none", "auto"), checked.integer(1))] = "none"
+    """Tiles of tokens in which logits and loss are computed, so that the logits are never all there.
+
+    "auto": as few as keep the logits of one within 256 MB. For other models see `tiled_cross_entropy`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Checked):
     """The checkpoints of an engine."""
 
@@ -243,6 +255,8 @@ class Config(Checked):
     """True compiles each unit with torch.compile."""
     offload: Offload = Offload()
     """Values in host memory or in files."""
+    loss: Loss = Loss()
+    """Tiles of the loss."""
     checkpoint: Checkpoint = Checkpoint()
     """Number and content of checkpoints."""
     loader: Loader = Loader()
@@ -264,8 +278,9 @@ class Config(Checked):
         not_half, unclipped, unjudged = unread = self._no_judgement()
         not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
         of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
-        offload = self.offload
+        offload, untraced = self.offload, (not self.pipeline.trace, "pipeline.trace", "False")
         return [
+            (self.loss.tiles != "none", "loss.tiles", untraced),
             (self.shard_group_size is not None, "shard_group_size", sharded),
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),

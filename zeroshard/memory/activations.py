@@ -60,11 +60,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import is_quantized
+from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.losses import tile_losses
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
@@ -119,6 +121,9 @@ class Sizes:
     def bytes_of_head(self, batch: MicroBatch) -> int:
         """Bytes of the inputs of the last norm and of the head, and of the logits."""
         logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
+        if batch.tiled:  # in float32, the gradient of the weight waits for the backward
+            of_weight = -(-_LOGIT * self.embedding // batch.tp)
+            logits = min(logits * ROW_BYTES // _LOGIT, TILE_BYTES) + of_weight
         return 2 * self.bytes_of_input(batch) + logits if self.vocabulary else 0
 
     def bytes_held(self, batch: MicroBatch) -> int:
@@ -207,6 +212,8 @@ class MicroBatch:
     """True if the values between divided pairs are divided along the sequence."""
     recomputes: bool = False
     """True if only the inputs of blocks are kept."""
+    tiled: bool = False
+    """True if the loss is computed in tiles of tokens."""
 
 
 # -------------------------------------------------------------------------------- the run without memory
@@ -371,6 +378,7 @@ def _prepare(
         for module, attribute in original.owners:
             module._parameters[attribute] = local
     divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
+    tile_losses(model, specs, config, changes)
     if config.recompute == "unit":
         for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
             changes.around(module, "fused attention", _with_fused_attention)

@@ -191,6 +191,7 @@ class Counted:
                 tp=config.mesh.tp,
                 sequence=config.mesh.sequence,
                 recomputes=config.recompute == "unit",
+                tiled=config.loss.tiles != "none",
             )
             usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
         else:
@@ -205,7 +206,9 @@ class Counted:
 
     def _run(self, model: nn.Module, config: Config, setting: Setting, loss_of: LossOf) -> DryRun:
         """A dry run depends neither on the stage nor on tiers."""
-        key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
+        key = repr(
+            (config.precision, config.recompute, config.loss, config.mesh, config.units, config.ignored)
+        )
         if key not in self._runs:
             self._runs[key] = dry_run(model, config, setting, loss_of, self._tp_plan)
         return self._runs[key]
