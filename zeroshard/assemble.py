@@ -19,6 +19,7 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
+from zeroshard.forwards.lean import lean_forwards
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
 from zeroshard.forwards.wrapped import (
@@ -126,12 +127,14 @@ def shard_over(
         gradients = [Gradients(b, context, pool, store) for b, store in zip(trained, stores, strict=True)]
         units.append(Unit(plan, spec.module, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
+    if config.recompute == "lean":
+        lean_forwards(module, changes)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
     if config.offload.activations == "cpu":
-        offload_activations(units, changes, context, warns=config.recompute == "none")
+        offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()
     runtime = Runtime(units, context, pool, changes)
     runtime.ignored, runtime.casts = ignored, casts

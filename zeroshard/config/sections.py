@@ -249,8 +249,11 @@ class Config(Checked):
     """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
     num_prefetch: Annotated[int, checked.integer(0)] = 1
     """Units gathered ahead of the unit that computes."""
-    recompute: Annotated[str, checked.choice("none", "unit")] = "none"
-    """With "unit" backward recomputes the activations inside each unit; with "none" all are kept."""
+    recompute: Annotated[str, checked.choice("none", "lean", "unit")] = "none"
+    """With "unit" backward recomputes the activations inside each unit; with "none" all are kept.
+
+    With "lean" it recomputes element-wise functions inside MLPs of transformers alone.
+    """
     compile: bool = False
     """True compiles each unit with torch.compile."""
     offload: Offload = Offload()
@@ -330,7 +333,7 @@ class Config(Checked):
         tier = "offload.parameters" if self.offload.parameters != "none" else "offload.optimizer"
         near = (self.offload.optimizer == "none" and self.offload.parameters == "none", tier, "'none'")
         not_ignored = (not self.ignored, "ignored", "None")
-        not_recomputed = (self.recompute == "none", "recompute", "'none'")
+        not_recomputed = (self.recompute != "unit", "recompute", "'none' or 'lean'")
         resharded = (self.reshard_after_forward is True, "reshard_after_forward", "True")
         per_step = pipeline.microbatches_per_step
         enough = f">= mesh.pp={pp}, so that two versions are enough"

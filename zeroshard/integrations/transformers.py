@@ -289,7 +289,7 @@ def _impossible(config: Config, args: Any) -> Iterator[str]:
         "parallelism_config: expected None": getattr(args, "parallelism_config", None) is not None,
         f"{args.n_gpu} GPUs in one process: expected one, started by torchrun": args.n_gpu > 1,
         "recompute='unit' and gradient checkpointing of the Trainer: expected one of them": (
-            recomputes and config.recompute != "none"
+            recomputes and config.recompute == "unit"
         ),
         f"offload.step_in_backward: expected max_grad_norm=0, got {args.max_grad_norm}; the norm of all "
         "gradients comes after its steps": config.offload.step_in_backward and args.max_grad_norm,

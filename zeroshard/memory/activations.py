@@ -59,6 +59,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
+from zeroshard.forwards.lean import lean_forwards
 from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
 from zeroshard.forwards.wrapped import checkpointed, outermost
@@ -379,6 +380,8 @@ def _prepare(
             module._parameters[attribute] = local
     divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
     tile_losses(model, specs, config, changes)
+    if config.recompute == "lean":
+        lean_forwards(model, changes)
     if config.recompute == "unit":
         for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
             changes.around(module, "fused attention", _with_fused_attention)
