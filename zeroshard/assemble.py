@@ -19,6 +19,7 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
+from zeroshard.forwards.budget import Budget, budget_of
 from zeroshard.forwards.lean import lean_forwards
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
@@ -63,6 +64,8 @@ def shard_in_place(
 ) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
     refuse_pipeline(config, "shard")
+    if config.recompute == "auto":
+        raise ValueError("config key 'recompute': expected 'none', 'lean' or 'unit' for shard(), got 'auto'")
     refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
@@ -133,11 +136,14 @@ def shard_over(
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
+    budget = None
+    if config.recompute == "auto":
+        budget = Budget(units, changes, context, budget_of(config.memory_budget, device))
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()
     runtime = Runtime(units, context, pool, changes)
-    runtime.ignored, runtime.casts = ignored, casts
+    runtime.ignored, runtime.casts, runtime.budget = ignored, casts, budget
     hook(runtime)
     compare_inputs(runtime)
     guard_copies(module.modules(), changes.hook, changes.set)

@@ -249,11 +249,14 @@ class Config(Checked):
     """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
     num_prefetch: Annotated[int, checked.integer(0)] = 1
     """Units gathered ahead of the unit that computes."""
-    recompute: Annotated[str, checked.choice("none", "lean", "unit")] = "none"
+    recompute: Annotated[str, checked.choice("none", "lean", "unit", "auto")] = "none"
     """With "unit" backward recomputes the activations inside each unit; with "none" all are kept.
 
-    With "lean" it recomputes element-wise functions inside MLPs of transformers alone.
+    With "lean" it recomputes element-wise functions inside MLPs of transformers alone. With "auto" it
+    recomputes some units, so that a step stays within `memory_budget`.
     """
+    memory_budget: Annotated[int | float | None, checked.MEMORY] = None
+    """Bytes of the device that a rank may use, or a share of it, for recompute="auto". None: 0.9."""
     compile: bool = False
     """True compiles each unit with torch.compile."""
     offload: Offload = Offload()
@@ -277,6 +280,8 @@ class Config(Checked):
         pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
         not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
         not_overridden = (not self.precision.overrides, "precision.overrides", "None")
+        is_auto = self.recompute == "auto", "recompute", "'auto'"
+        not_auto = not is_auto[0], "recompute", "'none', 'lean' or 'unit'"
         regroups = not isinstance(self.reshard_after_forward, bool)
         not_half, unclipped, unjudged = unread = self._no_judgement()
         not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
@@ -288,6 +293,10 @@ class Config(Checked):
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
+            (self.recompute == "auto", "recompute='auto'", whole),
+            (self.memory_budget is not None, "memory_budget", is_auto),
+            (is_auto[0], "recompute='auto'", not_compiled),
+            (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
@@ -333,7 +342,7 @@ class Config(Checked):
         tier = "offload.parameters" if self.offload.parameters != "none" else "offload.optimizer"
         near = (self.offload.optimizer == "none" and self.offload.parameters == "none", tier, "'none'")
         not_ignored = (not self.ignored, "ignored", "None")
-        not_recomputed = (self.recompute != "unit", "recompute", "'none' or 'lean'")
+        not_recomputed = (self.recompute in ("none", "lean"), "recompute", "'none' or 'lean'")
         resharded = (self.reshard_after_forward is True, "reshard_after_forward", "True")
         per_step = pipeline.microbatches_per_step
         enough = f">= mesh.pp={pp}, so that two versions are enough"

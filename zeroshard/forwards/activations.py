@@ -168,7 +168,7 @@ class SavedActivations:
         alias = tensor.detach()
         storage = tensor.untyped_storage() if self._may_move(tensor) else None
         if storage is None or storage._cdata in flat or storage.nbytes() < self._least_bytes:
-            return functools.partial(_checked, alias, alias._version)  # it stays on the device
+            return functools.partial(checked, alias, alias._version)  # it stays on the device
         key = storage._cdata
         memory = self._waiting.get(key)
         if memory is None:
@@ -298,7 +298,7 @@ class _Offloaded:
         if is_needed:
             self._owner.enter(self._segment)
         if memory.tensors:
-            return _checked(memory.tensors[self._place], memory.versions[self._place])
+            return checked(memory.tensors[self._place], memory.versions[self._place])
         assert memory.copy is not None, "it was copied before its tensors were forgotten"
         values = memory.copy.get()
         if not is_needed:  # somebody looks at the graph
@@ -307,7 +307,7 @@ class _Offloaded:
         return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
 
 
-def _checked(tensor: Tensor, version: int) -> Tensor:
+def checked(tensor: Tensor, version: int) -> Tensor:
     """Return a saved tensor if nobody has modified it; torch checks only tensors that no hook has taken."""
     if tensor._version != version:
         raise RuntimeError(
