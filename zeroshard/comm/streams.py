@@ -13,6 +13,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._points: list[torch.Event | float] = []
+        self._points: list[Any] = []
+        """Events, or seconds of the host's clock."""
 
     def __enter__(self) -> None:
         self._note()
@@ -126,16 +128,12 @@ class Stopwatch:
     def read(self) -> list[float]:
         """Return the seconds of each piece of work since the last call; the host waits for its end."""
         points, self._points = self._points, []
-        return [_seconds(*pair) for pair in zip(points[::2], points[1::2], strict=True)]
-
-
-def _seconds(begin: torch.Event | float, end: torch.Event | float) -> float:
-    if isinstance(begin, torch.Event):
-        assert isinstance(end, torch.Event), "both are of one device"
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.Event), "both are of the host"
-    return end - begin
+        pairs = zip(points[::2], points[1::2], strict=True)
+        if not has_streams(self._device):
+            return [end - begin for begin, end in pairs]
+        if points:
+            points[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
 @dataclass(frozen=True, slots=True)

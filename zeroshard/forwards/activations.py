@@ -83,13 +83,14 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     modules = {unit.module: unit for unit in units[1:]}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}
-        wrap = functools.partial(_offloaded, activations, [units[0], unit, *inside])
+        wrap = functools.partial(offloading, activations, [units[0], unit, *inside])
         changes.around(module, "offload", wrap)
 
 
-def _offloaded(
+def offloading(
     activations: SavedActivations, units: Sequence[Unit], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Return a forward whose saved tensors go to the host; `units` have its parameters."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:

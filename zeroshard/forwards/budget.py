@@ -5,7 +5,8 @@
     before 4 and 5    the plan again, with the peak of the step before
     a larger batch    begins anew
 
-A rank chooses for itself: what a unit keeps changes neither bits nor exchanges, since a unit is gathered for
+A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
+there. A rank chooses for itself: what a unit keeps changes neither bits nor exchanges, since a unit is gathered for
 its backward in any case. The measured unit of a kind stands for all with the same class and parameters.
 """
 
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
-from zeroshard.forwards.activations import checked
+from zeroshard.forwards import activations
+from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.autograd import is_in_backward
@@ -37,8 +40,10 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
-_KEEP, _RECOMPUTE = "keep", "recompute"
+_KEEP, _RECOMPUTE, _OFFLOAD, _OFFLOAD_INPUT = "keep", "recompute", "offload", "offload input"
 _NO_LINK = Link(to_host=1.0, from_host=1.0)
+_LINK_BYTES = 1 << 26
+"""Bytes that are copied each way to measure the link."""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,8 @@ class _Kind:
     """The most bytes of the tensors among its inputs."""
     seconds: list[float] = field(default_factory=list)
     """Those of its forwards."""
+    moved: int = 0
+    """The part of `saved` that may go to the host."""
     storages: dict[int, int] = field(default_factory=dict)
     """The bytes of what the last forward has saved, by storage."""
     given: set[int] = field(default_factory=set)
@@ -62,18 +69,32 @@ class _Kind:
         own = {key: num for key, num in self.storages.items() if key not in shared}
         self.saved = max(self.saved, sum(own.values()))
         self.inputs = max(self.inputs, sum(num for key, num in own.items() if key in self.given))
+        self.moved = max(self.moved, sum(num for num in own.values() if num >= activations.LEAST_BYTES))
 
-    @property
-    def costs(self) -> UnitCosts:
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self.saved = self.inputs = self.moved = 0
+        self.seconds.clear()
+        self.watch.read()
+
+    def costs(self, *, may_offload: bool) -> UnitCosts:
         """What the plan needs to know; the backward takes twice as long as the forward."""
-        forward = min(self.seconds, default=0.0)
-        keep = Option(name=_KEEP, held=self.saved, working=self.saved)
-        again = Option(name=_RECOMPUTE, held=self.inputs, working=self.saved, backward=forward)
-        return UnitCosts(forward=forward, backward=2 * forward, options=(keep, again))
+        forward, saved, inputs = min(self.seconds, default=0.0), self.saved, self.inputs
+        options = [
+            Option(name=_KEEP, held=saved, working=saved),
+            Option(name=_RECOMPUTE, held=inputs, working=saved, backward=forward),
+        ]
+        if may_offload:
+            moved, left = self.moved, saved - self.moved
+            options += [
+                Option(name=_OFFLOAD, held=left, moved=moved, working=saved),
+                Option(name=_OFFLOAD_INPUT, moved=inputs, working=saved, backward=forward),
+            ]
+        return UnitCosts(forward=forward, backward=2 * forward, options=tuple(options))
 
 
 class Budget:
-    """Lets each unit keep what its backward needs, or compute it again.
+    """Lets each unit keep what its backward needs, compute it again, or send it to the host and back.
 
     Args:
         units: the root unit first; it keeps all.
@@ -86,7 +107,14 @@ class Budget:
     """
 
     def __init__(self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int) -> None:
-        self._state, self._device, self.num_bytes = context.state, context.device, num_bytes
+        self._context, self._state, self._device = context, context.state, context.device
+        self.num_bytes = num_bytes
+        self._link = _NO_LINK
+        self._moving: SavedActivations | None = None
+        """Moves activations to the host, if that is not the device."""
+        if streams.has_streams(self._device):
+            copies = HostCopies(context.memory, context.streams)
+            self._moving = SavedActivations(copies, activations.LEAST_BYTES, warns=False)
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
         activations of units. Set by the engine."""
@@ -111,9 +139,8 @@ class Budget:
                 self._measured_kinds[key] = _Kind(Stopwatch(self._device))
                 self._firsts.add(number)
             self._kinds.append(self._measured_kinds[key])
-            flats = [buffer.full for buffer in by_module[module].buffers]
-            again = functools.partial(checkpointed, module)
-            changes.around(module, _RECOMPUTE, functools.partial(self._chosen, number, flats, again))
+            own = [units[0], by_module[module]]
+            changes.around(module, _RECOMPUTE, functools.partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice comes last."""
         self._steps = self._largest = 0
@@ -121,26 +148,34 @@ class Budget:
         self._seen = -1
         self._uses = Counter[int]()
         """How many units of a forward have been given a storage; all of them live until the backward."""
+        self.names = [_RECOMPUTE] * len(modules)
+        """The choices of the units that hold now."""
         self.plan: KeepingPlan | None = None
-        """The options of the units, in their order; None while they are measured."""
+        """The last plan; None while units are measured."""
 
     def _chosen(
-        self, number: int, flats: list[Tensor], wrap: Callable[[Any], Any], forward: Callable[..., Any]
+        self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        again = wrap(forward)
+        ways = {_KEEP: forward, _RECOMPUTE: checkpointed(module, forward)}
+        if self._moving is not None:
+            offload = functools.partial(offloading, self._moving, units)
+            ways |= {_OFFLOAD: offload(forward), _OFFLOAD_INPUT: offload(ways[_RECOMPUTE])}
+        flats = [buffer.full for unit in units for buffer in unit.buffers]
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)
             if number == 0:
                 self._begin(args, kwargs)
+            name = self.names[number]
+            if self._moving is not None and name in (_KEEP, _RECOMPUTE):
+                self._moving.begin_segment()  # the copies of the unit before begin
             if self.plan is not None:
-                keeps = self.plan.options[number].name == _KEEP
-                return (forward if keeps else again)(*args, **kwargs)
+                return ways[name](*args, **kwargs)
             given = _storages((args, kwargs))
             self._uses.update(given.keys())
-            if number not in self._firsts:
-                return again(*args, **kwargs)
+            if name == _RECOMPUTE:
+                return ways[name](*args, **kwargs)
             kind = self._kinds[number]
             kind.storages, kind.given = given, set(given)
             with self._noting(kind.storages, flats), kind.watch:
@@ -173,10 +208,9 @@ class Budget:
         if inputs > self._largest:
             self._largest, self._steps, self.plan = inputs, 0, None
             self.take_peak()
+            self._name(_KEEP if number in self._firsts else _RECOMPUTE for number in range(len(self._kinds)))
             for kind in self._measured_kinds.values():
-                kind.saved = kind.inputs = 0
-                kind.seconds.clear()
-                kind.watch.read()
+                kind.reset()
         elif has_stepped and self._steps < PLANNED:
             self._steps += 1
             for kind in self._measured_kinds.values():
@@ -185,30 +219,49 @@ class Budget:
                 self._plan()
 
     def _plan(self) -> None:
-        costs = [kind.costs for kind in self._kinds]
-        before = simulate(costs, self._options(costs), self.num_bytes, _NO_LINK)
-        beside = self.take_peak() - (before.peak if self._device.type != "cpu" else 0)
+        if self._moving is not None and self._steps == PROBED:
+            self._link = measure_link(self._context)
+        costs = [kind.costs(may_offload=self._moving is not None) for kind in self._kinds]
+        taken = [
+            next(option for option in unit.options if option.name == name)
+            for unit, name in zip(costs, self.names, strict=True)
+        ]
+        before = simulate(costs, taken, self.num_bytes, self._link).peak
+        beside = self.take_peak() - (before if self._device.type != "cpu" else 0)
         room = self.num_bytes - beside
         try:
-            self.plan = choose_keeping(costs, room, _NO_LINK)
+            self.plan = choose_keeping(costs, room, self._link)
         except ValueError:
-            least = [unit.options[-1] for unit in costs]
-            self.plan = simulate(costs, least, room, _NO_LINK)
+            least = [min(unit.options, key=lambda option: option.held + option.moved) for unit in costs]
+            self.plan = simulate(costs, least, room, self._link)
             if self._steps == PROBED:
                 warn_user(
                     f"memory_budget: {format_bytes(self.num_bytes)} are not enough for this batch: all else "
                     f"takes {format_bytes(beside)}, and activations {format_bytes(self.plan.peak)} even "
                     "where each unit recomputes. Take fewer samples, or offload.optimizer='cpu'"
                 )
-        for stack, option in zip(self._shown, self.plan.options, strict=True):
-            stack[-1] = option.name
+        self._name(option.name for option in self.plan.options)
 
-    def _options(self, costs: Sequence[UnitCosts]) -> list[Option]:
-        """The options of the step before."""
-        if self.plan is None:
-            return [unit.options[number not in self._firsts] for number, unit in enumerate(costs)]
-        names = [option.name for option in self.plan.options]
-        return [unit.options[name == _RECOMPUTE] for unit, name in zip(costs, names, strict=True)]
+    def _name(self, names: Iterable[str]) -> None:
+        self.names = list(names)
+        for stack, name in zip(self._shown, self.names, strict=True):
+            stack[-1] = name
+
+
+def measure_link(context: Context) -> Link:
+    """Copy bytes to the host and back; the host waits.
+
+    Returns:
+        The bytes per second in each direction, with nothing else on the link.
+    """
+    near = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=context.device)
+    far, watch = context.memory.host(_LINK_BYTES), Stopwatch(context.device)
+    for target, values in ((far, near), (near, far)):
+        target.copy_(values, non_blocking=True)  # once, so that both are mapped
+        with watch:
+            target.copy_(values, non_blocking=True)
+    to_host, from_host = (_LINK_BYTES / max(seconds, 1e-9) for seconds in watch.read())
+    return Link(to_host=to_host, from_host=from_host)
 
 
 def budget_of(given: float | None, device: torch.device) -> int:
