@@ -71,7 +71,8 @@ def build_config(args: Namespace) -> zeroshard.Config:
         "clip_grad_norm": args.clip,
         "micro_batch_size": args.batch_size,
         "mesh": args.tp and replace(config.mesh, tp=args.tp),
-        "recompute": "unit" if args.recompute else None,
+        "recompute": "auto" if args.memory_budget else "unit" if args.recompute else None,
+        "memory_budget": args.memory_budget,
         "checkpoint": args.keep_last and replace(config.checkpoint, keep_last=args.keep_last),
     }
     return replace(config, **{key: value for key, value in flags.items() if value is not None})

@@ -93,6 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--precision", choices=("fp32", "bf16"), help="of forward and backward")
     engine.add_argument("--tp", type=at_least(1), metavar="N", help="ranks that divide each layer (1)")
     engine.add_argument("--recompute", action="store_true", help="save memory: forward again in backward")
+    engine.add_argument(
+        "--memory-budget", metavar="SIZE", help="of a rank, such as 60GB: recompute what must be"
+    )
     engine.add_argument("--accumulate", type=at_least(1), metavar="N", help="micro-batches per step (1)")
     engine.add_argument("--clip", type=float, metavar="NORM", help="largest gradient norm (1.0); 0: any")
     engine.add_argument("--batch-size", type=at_least(1), metavar="N", help="blocks per rank (4)")

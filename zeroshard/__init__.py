@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zeroshard.config.sections import Checkpoint as Checkpoint
     from zeroshard.config.sections import Config as Config
     from zeroshard.config.sections import Loader as Loader
+    from zeroshard.config.sections import Loss as Loss
     from zeroshard.config.sections import Mesh as Mesh
     from zeroshard.config.sections import Offload as Offload
     from zeroshard.config.sections import Precision as Precision
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from zeroshard.memory.report import CommReport as CommReport
     from zeroshard.memory.report import MemoryReport as MemoryReport
     from zeroshard.parallel.tensor.losses import cross_entropy as cross_entropy
+    from zeroshard.parallel.tensor.losses import tiled_cross_entropy as tiled_cross_entropy
     from zeroshard.profiling.profiler import Profile as Profile
     from zeroshard.profiling.profiler import profile as profile
     from zeroshard.sharded import Sharded as Sharded
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "averages": ("EMA",),
     "config.pipeline": ("Pipeline",),
-    "config.sections": ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Precision"),
+    "config.sections": ("Checkpoint", "Config", "Loader", "Loss", "Mesh", "Offload", "Precision"),
     "engine": ("Engine",),
     "entry": ("Initialized", "initialize"),
     "hf.pretrained": ("from_pretrained",),
@@ -45,7 +47,7 @@ _MODULES = {
     "logs.steplog": ("StepLog",),
     "memory.estimate": ("Estimate", "estimate"),
     "memory.report": ("CommReport", "MemoryReport"),
-    "parallel.tensor.losses": ("cross_entropy",),
+    "parallel.tensor.losses": ("cross_entropy", "tiled_cross_entropy"),
     "profiling.profiler": ("Profile", "profile"),
     "sharded": ("Sharded", "shard"),
 }

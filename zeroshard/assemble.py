@@ -19,6 +19,8 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
+from zeroshard.forwards.budget import Budget, budget_of
+from zeroshard.forwards.lean import lean_forwards
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
 from zeroshard.forwards.wrapped import (
@@ -37,6 +39,7 @@ from zeroshard.lazy.recording import (
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.losses import tile_losses
 from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
@@ -61,6 +64,8 @@ def shard_in_place(
 ) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
     refuse_pipeline(config, "shard")
+    if config.recompute == "auto":
+        raise ValueError("config key 'recompute': expected 'none', 'lean' or 'unit' for shard(), got 'auto'")
     refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
     world = open_world(device, Counter(), config.watchdog_s)
@@ -94,6 +99,7 @@ def shard_over(
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
     divide_and_cast(module, division, casts, over, changes)
+    tile_losses(module, specs, config, changes)
     check_values(module)
     host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
@@ -124,15 +130,20 @@ def shard_over(
         gradients = [Gradients(b, context, pool, store) for b, store in zip(trained, stores, strict=True)]
         units.append(Unit(plan, spec.module, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
+    if config.recompute == "lean":
+        lean_forwards(module, changes)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
+    budget = None
+    if config.recompute == "auto":
+        budget = Budget(units, changes, context, budget_of(config.memory_budget, device))
     if config.offload.activations == "cpu":
-        offload_activations(units, changes, context, warns=config.recompute == "none")
+        offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()
     runtime = Runtime(units, context, pool, changes)
-    runtime.ignored, runtime.casts = ignored, casts
+    runtime.ignored, runtime.casts, runtime.budget = ignored, casts, budget
     hook(runtime)
     compare_inputs(runtime)
     guard_copies(module.modules(), changes.hook, changes.set)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
+from weakref import proxy
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +29,7 @@ from zeroshard.engine import Engine
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.budget import check_room
+from zeroshard.memory.report import take_peak
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
@@ -138,6 +141,8 @@ def initialize(
         described=described,
     )
     engine = Engine(model, parts, loss_fn, part)
+    if runtime.budget is not None:
+        runtime.budget.take_peak = partial(take_peak, cast(Engine, proxy(engine)))
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
 

@@ -1,11 +1,24 @@
-"""A small table for people, as reports print it."""
+"""A small table for people, as reports print it, and sizes as people write them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 LINE: tuple[str, ...] = ()
 """In the place of a row: a line across the table, above totals."""
+
+
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 1000, 500MB or 2GiB. Raises ValueError for another text."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"expected a size such as 5GB, got {text!r}")
+    unit = (match["unit"] or "B").upper()
+    return int(float(match["number"]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
 
 
 def format_bytes(count: float) -> str:

@@ -157,3 +157,6 @@ class Event:
 
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0

@@ -14,17 +14,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
+from zeroshard.tables import parse_size
+
 _COUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\+?\d{1,2})?)\s*(?P<unit>[KMBT])?", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
+def size(text: str) -> int:
     """Return the bytes of a size such as 1000, 500MB or 2GiB. Raises ArgumentTypeError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
-    unit = (match["unit"] or "B").upper()
-    return int(float(match["number"]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def parse_model(text: str) -> int | Path:
@@ -54,7 +54,7 @@ def _how(**given: Any) -> tuple[tuple[str, Any], ...]:
 
 _RANKS = ("--ranks", "--world-size")
 Number: TypeAlias = Annotated[int, _how(metavar="N")]
-Size: TypeAlias = Annotated[int, _how(metavar="SIZE", type=parse_size)]
+Size: TypeAlias = Annotated[int, _how(metavar="SIZE", type=size)]
 Duration: TypeAlias = Annotated[float, _how(metavar="TIME")]
 Directory: TypeAlias = Annotated[Path, _how(metavar="DIR")]
 

@@ -9,9 +9,11 @@ they are issued (see `Axis`), so a mark that follows one on its side stream cove
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +101,39 @@ class SideStream:
     def release(self) -> None:
         """Release all tensors that are held: the host has waited for the last mark of `hold`."""
         self._held.clear()
+
+
+class Stopwatch:
+    """Times work that is issued on the current stream; a context."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._points: list[Any] = []
+        """Events, or seconds of the host's clock."""
+
+    def __enter__(self) -> None:
+        self._note()
+
+    def __exit__(self, *_: object) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        if not has_streams(self._device):
+            self._points.append(time.perf_counter())
+            return
+        event = torch.Event(self._device, enable_timing=True)
+        torch.accelerator.current_stream(self._device).record_event(event)
+        self._points.append(event)
+
+    def read(self) -> list[float]:
+        """Return the seconds of each piece of work since the last call; the host waits for its end."""
+        points, self._points = self._points, []
+        pairs = zip(points[::2], points[1::2], strict=True)
+        if not has_streams(self._device):
+            return [end - begin for begin, end in pairs]
+        if points:
+            points[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import attrgetter
@@ -16,6 +17,8 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import nn
+
+from zeroshard.tables import parse_size
 
 REFUSED: Any = object()
 
@@ -122,6 +125,17 @@ def parse_dtype(value: Any) -> torch.dtype:
     return dtype
 
 
+def _memory(value: Any) -> Any:
+    """Bytes as an integer, or a share of the device as a float."""
+    with suppress(ValueError):
+        if isinstance(value, str):
+            return parse_size(value) or REFUSED
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and 0 < value <= 1:
+        return float(value)
+    return int(value) if is_number and value > 1 and value == int(value) else REFUSED
+
+
 def _device(value: Any) -> Any:
     if not isinstance(value, str | torch.device):
         return REFUSED
@@ -155,6 +169,7 @@ DTYPES_BY_NAME = ValueRule(
 DEVICE = ValueRule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 POSITIVE = number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
+MEMORY = ValueRule("a size such as '60GB', bytes, or a share of the device above 0 and up to 1", _memory)
 SECONDS = number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
 PATH = ValueRule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 TIER = choice("none", "cpu", "nvme")

@@ -134,6 +134,18 @@ class Offload(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loss(Checked):
+    """The loss of a causal language model of transformers that trains with labels."""
+
+    _prefix = "loss."
+    tiles: Annotated[str | int, checked.either(checked.choice("none", "auto"), checked.integer(1))] = "none"
+    """Tiles of tokens in which logits and loss are computed, so that the logits are never all there.
+
+    "auto": as few as keep the logits of one within 256 MB. For other models see `tiled_cross_entropy`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Checked):
     """The checkpoints of an engine."""
 
@@ -222,12 +234,20 @@ class Config(Checked):
     """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
     num_prefetch: Annotated[int, checked.integer(0)] = 1
     """Units gathered ahead of the unit that computes."""
-    recompute: Annotated[str, checked.choice("none", "unit")] = "none"
-    """With "unit" backward recomputes the activations inside each unit; with "none" all are kept."""
+    recompute: Annotated[str, checked.choice("none", "lean", "unit", "auto")] = "none"
+    """With "unit" backward recomputes the activations inside each unit; with "none" all are kept.
+
+    With "lean" it recomputes element-wise functions inside MLPs of transformers alone. With "auto" it
+    recomputes some units, so that a step stays within `memory_budget`.
+    """
+    memory_budget: Annotated[int | float | None, checked.MEMORY] = None
+    """Bytes of the device that a rank may use, or a share of it, for recompute="auto". None: 0.9."""
     compile: bool = False
     """True compiles each unit with torch.compile."""
     offload: Offload = Offload()
     """Values in host memory or in files."""
+    loss: Loss = Loss()
+    """Tiles of the loss."""
     checkpoint: Checkpoint = Checkpoint()
     """Number and content of checkpoints."""
     loader: Loader = Loader()
@@ -245,16 +265,23 @@ class Config(Checked):
         pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
         not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
         not_overridden = (not self.precision.overrides, "precision.overrides", "None")
+        is_auto = self.recompute == "auto", "recompute", "'auto'"
+        not_auto = not is_auto[0], "recompute", "'none', 'lean' or 'unit'"
         regroups = not isinstance(self.reshard_after_forward, bool)
         not_half, unclipped, unjudged = unread = self._no_judgement()
         not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
         of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
-        offload = self.offload
+        offload, untraced = self.offload, (not self.pipeline.trace, "pipeline.trace", "False")
         return [
+            (self.loss.tiles != "none", "loss.tiles", untraced),
             (self.shard_group_size is not None, "shard_group_size", sharded),
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
+            (self.recompute == "auto", "recompute='auto'", whole),
+            (self.memory_budget is not None, "memory_budget", is_auto),
+            (is_auto[0], "recompute='auto'", not_compiled),
+            (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
@@ -299,7 +326,7 @@ class Config(Checked):
         tiers = ("offload.optimizer", self.offload.optimizer), ("offload.parameters", self.offload.parameters)
         near = [(tier == "none", name, "'none'") for name, tier in tiers]
         not_ignored = (not self.ignored, "ignored", "None")
-        not_recomputed = (self.recompute == "none", "recompute", "'none'")
+        not_recomputed = (self.recompute in ("none", "lean"), "recompute", "'none' or 'lean'")
         resharded = (self.reshard_after_forward is True, "reshard_after_forward", "True")
         per_step = pipeline.microbatches_per_step
         enough = f">= mesh.pp={pp}, so that two versions are enough"

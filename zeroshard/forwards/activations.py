@@ -83,13 +83,14 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     modules = {unit.module: unit for unit in units[1:]}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}
-        wrap = functools.partial(_offloaded, activations, [units[0], unit, *inside])
+        wrap = functools.partial(offloading, activations, [units[0], unit, *inside])
         changes.around(module, "offload", wrap)
 
 
-def _offloaded(
+def offloading(
     activations: SavedActivations, units: Sequence[Unit], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Return a forward whose saved tensors go to the host; `units` have its parameters."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +167,7 @@ class SavedActivations:
         alias = tensor.detach()
         storage = tensor.untyped_storage() if self._may_move(tensor) else None
         if storage is None or storage._cdata in flat or storage.nbytes() < self._least_bytes:
-            return functools.partial(_checked, alias, alias._version)  # it stays on the device
+            return functools.partial(checked, alias, alias._version)  # it stays on the device
         key = storage._cdata
         memory = self._waiting.get(key)
         if memory is None:
@@ -334,7 +335,7 @@ class _Offloaded:
         if is_needed:
             self._owner.enter(self._segment)
         if memory.tensors:
-            return _checked(memory.tensors[self._place], memory.versions[self._place])
+            return checked(memory.tensors[self._place], memory.versions[self._place])
         values = memory.get()
         if not is_needed:  # somebody looks at the graph
             memory.drop()
@@ -342,7 +343,7 @@ class _Offloaded:
         return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
 
 
-def _checked(tensor: Tensor, version: int) -> Tensor:
+def checked(tensor: Tensor, version: int) -> Tensor:
     """Return a saved tensor if nobody has modified it; torch checks only tensors that no hook has taken."""
     if tensor._version != version:
         raise RuntimeError(

@@ -59,12 +59,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
+from zeroshard.forwards.lean import lean_forwards
 from zeroshard.forwards.quantized import is_quantized
+from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.losses import tile_losses
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
@@ -116,8 +119,10 @@ class Sizes:
 
     def bytes_of_head(self, num_tokens: int, config: Config) -> int:
         """Bytes of the inputs of the last norm and of the head, and of the logits."""
-        logits = -(-_LOGIT * num_tokens * self.vocabulary // config.mesh.tp)
-        return 2 * self.bytes_of_input(num_tokens, config) + logits if self.vocabulary else 0
+        logits, tp = _LOGIT * num_tokens * self.vocabulary, config.mesh.tp
+        if config.loss.tiles != "none":  # the gradient of the weight waits for the backward, in float32
+            logits = min(logits * ROW_BYTES // _LOGIT, TILE_BYTES * tp) + _LOGIT * self.embedding
+        return 2 * self.bytes_of_input(num_tokens, config) - (-logits // tp)
 
     def bytes_held(self, num_tokens: int, config: Config) -> int:
         """Bytes of activations of a rank with all blocks, at most, for one micro-batch of so many tokens."""
@@ -319,6 +324,9 @@ def _prepare(
         for module, attribute in original.owners:
             module._parameters[attribute] = local
     divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
+    tile_losses(model, specs, config, changes)
+    if config.recompute == "lean":
+        lean_forwards(model, changes)
     if config.recompute == "unit":
         for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
             changes.around(module, "fused attention", _with_fused_attention)

@@ -217,7 +217,9 @@ class Counted:
             return DryRun(model.bytes_held(num, config), model.bytes_sent(num, config))
         if self._loss_of is None:
             return DryRun()
-        key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
+        key = repr(
+            (config.precision, config.recompute, config.loss, config.mesh, config.units, config.ignored)
+        )
         if key not in self._runs:
             self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
         return self._runs[key]

@@ -158,6 +158,18 @@ def memory_report(engine: Engine) -> MemoryReport:
     return measure(engine._runtime, engine.optimizer, averages, peak_versions=peak)
 
 
+def take_peak(engine: Engine) -> int:
+    """Return the most bytes on the device since the last call; on the CPU, of model states alone."""
+    device = engine._runtime.context.device
+    if device.type == "cpu":
+        report = engine.memory_report()
+        gradients = sum(p.nbytes for p in engine._runtime.parameters if p.requires_grad)
+        return report.total - report.unsharded - report.gradients + report.peak_unsharded + gradients
+    peak = torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak
+
+
 def reset_memory_report(engine: Engine) -> None:
     """Start the search for the largest `unsharded` and versions anew, from those that are there now."""
     meter = engine._runtime.context.meter

@@ -10,6 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ class Runtime:
         """Parameters that are not sharded; optimizers may step them along with the others."""
         self.casts: Mapping[nn.Module, Cast] = {}
         """Modules that compute in a dtype of their own."""
+        self.budget: Any = None
+        """Chooses what units keep for their backward, if there is a budget of memory."""
         self.reducer = Reducer(units, context, pool)
         self.passes = Passes(units, context, self.reducer)
         # Parameters call it, without a strong reference to the runtime.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
 from tests.pretend.trace import Trace
 from zeroshard.forwards import activations
+from zeroshard.forwards.budget import PLANNED, PROBED
 
 HOST: dict[str, Any] = {"offload": {"activations": "cpu"}}
 
@@ -80,6 +82,21 @@ def _trained(**config: Any) -> Callable[[Bench], None]:
 for _stage in (1, 3):
     add(f"offloaded_stage{_stage}", _trained(stage=_stage))
     add(f"offloaded_stage{_stage}_recompute", _trained(stage=_stage, recompute="unit"))
+
+
+@scenario(may_sync=("comm/streams.py",))
+@_offloaded
+def offloaded_within_a_budget(bench: Bench) -> None:
+    """Units keep, recompute, go to the host or send their inputs there, in any order."""
+    choices = random.Random(0)
+    bench.start(bench.gpt(4), stage=3, precision=BF16, recompute="auto", memory_budget=10**9)
+    bench.train(PROBED + 1)
+    budget = bench.engine._runtime.budget
+    assert budget.names == ["keep"] * 4
+    budget._steps = PLANNED
+    for number in range(4):
+        budget._name(choices.choices(["keep", "recompute", "offload", "offload input"], k=4))
+        bench.train(1, first=10 + number)
 
 
 @scenario()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,9 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, move
+from zeroshard.config.sections import Config
+from zeroshard.forwards.tiled import Row, RowLoss, tiled_loss
+from zeroshard.parallel.pipeline.chunked import Absent
+from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, copied, move
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.plan.layout import Span
+from zeroshard.plan.units import UnitSpec
 from zeroshard.sharding.context import Changes
 
 
@@ -62,48 +66,20 @@ def embed(
 
 
 class _RowLosses(torch.autograd.Function):
-    """[N]: log(sum(exp(logits))) - logits[target], and 0 for rows that do not count.
-
-    Smoothing puts a mean in the place of the logit of the target: it and the mean of all logits, weighted.
-    """
+    """[N]: the losses of rows, and 0 for rows that do not count."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        counts: Tensor,
-        own: Span,
-        over: Activations,
-        smoothing: float,
-    ) -> Tensor:
-        is_own = counts & (targets >= own.start) & (targets < own.stop)
-        place = (targets - own.start).masked_fill(~is_own, 0).unsqueeze(1)
-        of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
-        largest = logits.amax(1)
-        base = largest.where(largest.isfinite(), 0.0)  # a rank whose tokens are all ruled out adds nothing
-        sums = (logits - base.unsqueeze(1)).exp_().sum(1)
-        numbers = (largest, sums, of_target, *([logits.sum(1)] if smoothing else []))
-        everyone = over.gather(torch.stack(numbers).unsqueeze(0), 0, "sums of logits")
-        largest = everyone[:, 0].amax(0)
-        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
-        ctx.shared = smoothing / (own.size * over.size)
-        expected = everyone[:, 2].sum(0)
-        if smoothing:
-            expected = (1 - smoothing) * expected + ctx.shared * everyone[:, 3].sum(0)
-        ctx.smoothing = smoothing
-        ctx.save_for_backward(logits, largest + total.log(), place, is_own, counts)
-        return (total.log() + largest - expected).masked_fill(~counts, 0.0)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, loss: RowLoss) -> Tensor:
+        losses, row = loss.losses(logits, targets, counts)
+        ctx.loss = loss
+        ctx.save_for_backward(logits, *row)
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_total, place, is_own, counts = ctx.saved_tensors
-        of_logits = (logits - log_total.unsqueeze(1)).exp_().sub_(ctx.shared)
-        of_target = is_own.unsqueeze(1).to(of_logits.dtype).mul_(ctx.smoothing - 1)
-        of_logits.scatter_add_(1, place, of_target)
-        of_logits.mul_(gradient.masked_fill(~counts, 0.0).unsqueeze(1))
-        return of_logits, None, None, None, None, None
+        logits, *row = ctx.saved_tensors
+        return ctx.loss.gradient(logits, Row(*row), gradient), None, None, None
 
 
 _CLASSES = "_classes_of_rank"
@@ -127,6 +103,11 @@ class Classes:
     def gather(self, part: Tensor) -> Tensor:
         """Return all logits: [..., own classes] -> [..., classes]."""
         return move(part, Comm.GATHER, self.over, self.label)
+
+    def row_loss(self, smoothing: float = 0.0, z_loss: float = 0.0) -> RowLoss:
+        """The loss of rows of logits over all of them."""
+        gather = functools.partial(self.over.gather, dim=0, label="sums of logits")
+        return RowLoss(self.own, self.num, smoothing, z_loss, gather)
 
 
 def cross_entropy(
@@ -161,15 +142,7 @@ def cross_entropy(
             reduction or smoothing.
         IndexError: a target is no class.
     """
-    if targets.is_floating_point() or targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"targets: expected integers of shape {list(logits.shape[:-1])}, got {targets.dtype} of shape "
-            f"{list(targets.shape)}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+    _check(logits, targets, label_smoothing, reduction, "mean", "sum", "none")
     wide, flat = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2), targets.flatten()
     classes: Classes | None = vars(head).get(_CLASSES)
     if classes is None:
@@ -187,12 +160,77 @@ def cross_entropy(
     if flat.device.type == "cpu" and is_none.any():
         wrong = int(flat[is_none][0])
         raise IndexError(f"expected targets in [0, {classes.num}) or {ignore_index}, got {wrong}")
-    losses: Tensor = _RowLosses.apply(wide, flat, counts, classes.own, classes.over, label_smoothing)
+    losses: Tensor = _RowLosses.apply(wide, flat, counts, classes.row_loss(label_smoothing))
     losses = losses.masked_fill(is_none, torch.nan)
     if reduction == "none":
         return losses.view(targets.shape)
     total = losses.sum()
     return total if reduction == "sum" else total / counts.sum()
+
+
+def tiled_cross_entropy(
+    hidden: Tensor,
+    targets: Tensor,
+    head: nn.Module,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    tiles: int | str = "auto",
+) -> Tensor:
+    """Return the cross-entropy of the logits of a head, tile by tile: they are never all there.
+
+    Call it in the forward of the model, in the place of the head. Gradients are computed in the forward, too.
+    The gradient of the weight is added up in float32.
+
+    Args:
+        hidden: [..., d], the input of the head.
+        targets: [...], integers in [0, classes) or `ignore_index`.
+        head: the `nn.Linear` that gives the logits, in the unit whose forward calls this: in the root, that
+            is in no block. Over tensor ranks 'colwise' in the plan.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" over the rows that count, or "sum".
+        label_smoothing: the part of a target that all classes share, in [0, 1].
+        z_loss: the factor of the square of log(sum(exp(logits))) in the loss of a row.
+        tiles: the number of tiles; "auto": as few as keep the logits of one within 256 MB.
+
+    Returns:
+        0-dim, at least float32; not a number if a target is no class.
+
+    Raises:
+        ValueError: targets of another shape, or that are no integers; another head, reduction or smoothing.
+    """
+    _check(hidden, targets, label_smoothing, reduction, "mean", "sum")
+    if type(head) is not nn.Linear:
+        raise ValueError(f"head: expected an nn.Linear without an adapter, got {type(head).__name__}")
+    classes: Classes | None = vars(head).get(_CLASSES)
+    if classes is None:
+        loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
+    else:
+        loss, hidden = classes.row_loss(label_smoothing, z_loss), copied(hidden, classes.over, classes.label)
+    total, num = tiled_loss(
+        hidden.flatten(0, -2),
+        head,
+        targets.flatten(),
+        loss,
+        ignore_index=ignore_index,
+        tiles=None if tiles == "auto" else int(tiles),
+    )
+    return total if reduction == "sum" else total / num
+
+
+def _check(values: Tensor, targets: Tensor, smoothing: float, reduction: str, *reductions: str) -> None:
+    if targets.is_floating_point() or targets.shape != values.shape[:-1]:
+        raise ValueError(
+            f"targets: expected integers of shape {list(values.shape[:-1])}, got {targets.dtype} of shape "
+            f"{list(targets.shape)}"
+        )
+    if reduction not in reductions:
+        *others, last = map(repr, reductions)
+        raise ValueError(f"reduction: expected {', '.join(others)} or {last}, got {reduction!r}")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {smoothing}")
 
 
 def with_loss(layer: Divided, model: nn.Module) -> Divided:
@@ -225,7 +263,31 @@ def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations
             ModelLoss(owner, classes, layer.module, changes)
 
 
-class DividedLogits:
+class NoLogits:
+    """What stands for the logits in the output of a model that has not computed all of them. It is no tensor.
+
+    Args:
+        why: the refusal of any use as a tensor, with a remedy.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no attribute {name!r}: {self._why}")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(self._why)
+
+    @classmethod
+    def __torch_function__(cls, _: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(next((one._why for one in args if isinstance(one, NoLogits)), cls.__doc__))
+
+    __getitem__ = __len__ = __bool__ = __iter__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
+
+
+class DividedLogits(NoLogits):
     """Logits in the output of a model; each tensor rank has some tokens' logits. No tensor: `gather()` is.
 
     A part that looks like all logits would give wrong tokens without an error. To gather them only where they
@@ -233,6 +295,11 @@ class DividedLogits:
     """
 
     def __init__(self, part: Tensor, classes: Classes) -> None:
+        super().__init__(
+            "the logits of a model that computes its loss in training are divided over the tensor-parallel "
+            "ranks: call outputs.logits.gather() on all of them, or give a tp_plan with "
+            "'colwise_gather_output' for the head"
+        )
         self.part = part
         """[..., classes of this rank]."""
         self._classes = classes
@@ -244,39 +311,39 @@ class DividedLogits:
     def __repr__(self) -> str:
         return f"DividedLogits({list(self.part.shape)} of {self._classes.num} classes)"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"no attribute {name!r}: {_REFUSAL}")
 
-    @classmethod
-    def _refuse(cls, *_: Any) -> NoReturn:
-        raise TypeError(_REFUSAL)
-
-    __torch_function__ = _refuse
-    __getitem__ = __len__ = __bool__ = __iter__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
-
-
-_REFUSAL = (
-    "the logits of a model that computes its loss in training are divided over the tensor-parallel ranks: "
-    "call outputs.logits.gather() on all of them, or give a tp_plan with 'colwise_gather_output' for the head"
+_TILED = (
+    "with loss.tiles the logits of a training batch with labels are never all there: call the model in "
+    "evaluation, or without labels, or set loss.tiles to 'none'"
 )
 
 
 class ModelLoss:
-    """The loss of a causal language model of transformers, over divided logits while it trains with labels.
+    """The loss of a causal language model of transformers, over divided logits, or in tiles.
 
-    Without labels, and in evaluation, the head gathers its logits as before.
+    That is in training with labels. Without labels, and in evaluation, the head gives all logits as before.
 
     Args:
         model: the model; the loss of transformers is what its `loss_function` gives. It gets this one.
-        classes: the classes of this rank.
+        classes: the classes of this rank; None if the head is not divided.
         head: the head of the model.
         changes: the changes of the model.
+        tiles: see `tiled_cross_entropy`; "none" for no tiles.
     """
 
-    def __init__(self, model: Any, classes: Classes, head: nn.Module, changes: Changes) -> None:
-        self._classes, self._divided_head, self._whole = classes, head, model.loss_function
-        self._is_divided = self._was_called = False
+    def __init__(
+        self,
+        model: Any,
+        classes: Classes | None,
+        head: nn.Module,
+        changes: Changes,
+        tiles: int | str = "none",
+    ) -> None:
+        self._classes, self._computing_head, self._whole = classes, head, model.loss_function
+        self.tiles = tiles
+        self._is_own = self._was_called = False
+        self._hidden: Tensor | None = None
+        """The input of the head in a forward with tiles."""
         changes.around(head, "loss", lambda forward: functools.partial(self._head, forward))
         changes.set(model, "_loss_function", self)
         changes.hook(
@@ -298,54 +365,99 @@ class ModelLoss:
         """Return the loss as `ForCausalLMLoss` of transformers defines it, in float32."""
         self._was_called = True
         given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-        if not self._is_divided:
+        if not self._is_own:
             whole: Tensor = self._whole(
                 logits, labels, vocab_size, shift_labels=shift_labels, **given, **others
             )
             return whole
-        if vocab_size != self._classes.num:
-            raise ValueError(
-                f"'{self._classes.label}': expected a loss over its {self._classes.num} tokens, "
-                f"got {vocab_size}"
-            )
+        head: Any = self._computing_head
+        num = head.out_features if self._classes is None else self._classes.num
+        if vocab_size != num:
+            raise ValueError(f"expected a loss over the {num} tokens of the head, got {vocab_size}")
         if shift_labels is None:
             assert labels is not None, "it is called with one of them"
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.to(logits.device).reshape(logits.shape[:-1])
         reduction = "mean" if num_items_in_batch is None else "sum"
-        total = cross_entropy(
-            logits.float(), targets, self._divided_head, ignore_index=ignore_index, reduction=reduction
-        )
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        if self.tiles == "none":
+            total = cross_entropy(logits.float(), targets, head, **options)
+        elif logits is not self._hidden:
+            raise ValueError(
+                "loss.tiles: the model changes its logits between its head and its loss; expected 'none', or "
+                "zeroshard.tiled_cross_entropy in its forward"
+            )
+        else:
+            total = tiled_cross_entropy(logits, targets, head, tiles=self.tiles, **options)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total if num_items_in_batch is None else total / num_items_in_batch
 
     def _head(self, forward: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        if self._is_own and self.tiles != "none":
+            self._hidden = value
+            return value
         part = forward(value)
-        return part if self._is_divided else self._classes.gather(part)
+        return part if self._is_own or self._classes is None else self._classes.gather(part)
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         # Labels by their place leave logits whole.
-        self._is_divided = model.training and kwargs.get("labels") is not None
+        self._is_own = model.training and kwargs.get("labels") is not None
         self._was_called = False
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if not self._is_divided:
+        if not self._is_own:
             return output
         if not self._was_called:
             raise RuntimeError(
                 f"{type(model).__name__} did not call its loss_function for labels in training, so its loss "
-                "is over a part of the logits: give a tp_plan with 'colwise_gather_output' for "
-                f"'{self._classes.label}'"
+                "is not over all logits: set loss.tiles to 'none'; with mesh.tp, give a tp_plan with "
+                "'colwise_gather_output' for the head"
             )
         if isinstance(output, Mapping):
-            output["logits"] = DividedLogits(output["logits"], self._classes)  # type: ignore[index]
+            output["logits"] = self._shown(output["logits"])  # type: ignore[index]
             return output
         loss, logits, *rest = output
-        return loss, DividedLogits(logits, self._classes), *rest
+        return loss, self._shown(logits), *rest
+
+    def _shown(self, logits: Tensor) -> NoLogits:
+        """What the output of the model has in the place of the logits."""
+        if self.tiles == "none" and self._classes is not None:
+            return DividedLogits(logits, self._classes)
+        return NoLogits(_TILED)
 
     def _at_last(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._is_divided = False
+        self._is_own, self._hidden = False, None
+
+
+def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, changes: Changes) -> None:
+    """Let a causal language model of transformers compute its loss in tiles, if the config says so.
+
+    Raises:
+        ValueError: it is another model; or its head is a unit, an adapter, or divided in another way.
+    """
+    if config.loss.tiles == "none":
+        return
+    for loss in (vars(module).get("_loss_function") for module in model.modules()):
+        if isinstance(loss, ModelLoss):  # of a head that is divided
+            loss.tiles = config.loss.tiles
+            return
+    models: Iterable[Any] = (m for m in model.modules() if hasattr(type(m), "get_output_embeddings"))
+    heads = [one.get_output_embeddings() for one in models]
+    if any(isinstance(head, Absent) for head in heads):  # another pipeline rank has it
+        return
+    units = {part for spec in specs[1:] for part in spec.module.modules()}
+    for head in heads:
+        owner = causal_model(model, head)
+        if owner is not None and type(head) is nn.Linear and head not in units and config.mesh.tp == 1:
+            ModelLoss(owner, None, head, changes, config.loss.tiles)
+            return
+    raise ValueError(
+        "config key 'loss.tiles': expected a causal language model of transformers with its default loss and "
+        "a plain nn.Linear as its head, which is no unit of its own and divided, if at all, as "
+        f"'colwise_loss'; for {type(model).__name__} set it to 'none', and call "
+        "zeroshard.tiled_cross_entropy in the forward"
+    )
 
 
 def causal_model(root: nn.Module, head: nn.Module) -> nn.Module | None:

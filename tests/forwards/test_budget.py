@@ -1,0 +1,186 @@
+"""A budget of memory: units keep what fits, and compute the rest again."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.parallel.models import build as build_model
+from tests.parallel.models import kind_of
+from tests.parallel.runs import compare, divided, plain
+from zeroshard.forwards.budget import PLANNED
+from zeroshard.memory.activations import LiveBytes
+
+WIDTH, BLOCKS, ROWS = 32, 6, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+
+
+KEPT, INPUTS = ROWS * (WIDTH + 4 * WIDTH) * 4, ROWS * WIDTH * 4
+"""Bytes that a block keeps: its input, and what tanh gives, the input of the other layer; or its input."""
+STATES = 4 * sum(p.numel() for p in build().parameters()) * 4
+"""Parameters, gradients and two states of AdamW, in float32."""
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def batch(number, rows=ROWS):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def train(engine, steps, rows=ROWS, first=0):
+    losses = []
+    for number in range(first, first + steps):
+        loss = engine(batch(number, rows)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def names(engine):
+    budget = engine._runtime.budget
+    return None if budget.plan is None else budget.names
+
+
+def room_for(num_kept):
+    """A budget in which so many blocks keep all, the last ones: there is as much room for a recomputation."""
+    return STATES + num_kept * KEPT + (BLOCKS - num_kept) * INPUTS + KEPT // 2
+
+
+def held_after_forward(engine, rows=ROWS):
+    x = batch(0, rows)
+    with LiveBytes([x, *engine.module.parameters()]) as live:
+        loss = engine(x).square().mean()
+        found = live.now
+    engine.backward(loss)
+    engine.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("num_kept", [1, 2, BLOCKS])
+def test_as_many_blocks_keep_all_as_the_budget_has_room_for(num_kept):
+    config = {"stage": 0, "recompute": "auto", "memory_budget": room_for(num_kept)}
+    engine = zeroshard.initialize(build(), adamw, config).engine
+    assert names(engine) is None
+    losses = train(engine, PLANNED + 2)
+    assert names(engine) == ["recompute"] * (BLOCKS - num_kept) + ["keep"] * num_kept
+    assert [unit.around[-1] for unit in engine.units] == names(engine)
+    assert losses == train(zeroshard.initialize(build(), adamw, {"stage": 0}).engine, PLANNED + 2)
+    held = num_kept * KEPT + (BLOCKS - num_kept) * INPUTS
+    assert held <= held_after_forward(engine) <= held + 3 * INPUTS  # the output, its square
+    engine.close(restore=False)
+
+
+def test_a_larger_batch_is_measured_anew_and_a_smaller_one_is_not():
+    config = {"stage": 0, "recompute": "auto", "memory_budget": room_for(4)}
+    engine = zeroshard.initialize(build(), adamw, config).engine
+    train(engine, 3)
+    assert names(engine).count("keep") == 4
+    train(engine, 1, rows=ROWS // 2)
+    assert names(engine).count("keep") == 4
+    train(engine, 1, rows=2 * ROWS)
+    assert names(engine) is None
+    train(engine, 3, rows=2 * ROWS)
+    assert names(engine).count("keep") == 1  # in the place of its recomputation
+    engine.close(restore=False)
+
+
+def test_a_budget_that_is_too_small_warns_and_all_blocks_recompute():
+    engine = zeroshard.initialize(build(), adamw, {"recompute": "auto", "memory_budget": 1000}).engine
+    train(engine, 2)
+    with pytest.warns(
+        UserWarning, match=r"memory_budget: 1000 B are not enough for this batch: all else takes"
+    ):
+        train(engine, 1)
+    assert names(engine) == ["recompute"] * BLOCKS
+    engine.close(restore=False)
+
+
+def random_plans():
+    """Losses and parameters at each stage, with other choices in each step."""
+    found = []
+    for stage, choices in [(None, random.Random(0)), *((stage, random.Random(stage)) for stage in range(4))]:
+        config = {"recompute": "auto", "memory_budget": "1GB"} if stage is not None else {}
+        engine = zeroshard.initialize(build(), adamw, {"stage": stage or 0, **config}).engine
+        losses = train(engine, 3)
+        for number in range(3, 9):
+            if stage is not None:
+                budget = engine._runtime.budget
+                budget._steps = PLANNED
+                budget._name(choices.choice(["keep", "recompute"]) for _ in range(BLOCKS))
+            losses += train(engine, 1, first=number)
+        found.append((losses, engine.full_state_dict()))
+        engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[1])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_any_choices_give_the_same_bits(ranks, num_ranks):
+    for (want, state), *others in ranks(num_ranks, random_plans):
+        for losses, values in others:
+            assert losses == want
+            assert all(torch.equal(values[name], state[name]) for name in state)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_ranks", "config"),
+    [
+        (1, {"stage": 1, "memory_budget": "1MB"}),
+        (2, {"stage": 3, "gradient_accumulation_steps": 2, "memory_budget": "120KB"}),
+        (2, {"stage": 2, "mesh": {"tp": 2}, "memory_budget": "300KB"}),
+    ],
+    ids=str,
+)
+def test_a_model_of_transformers_trains_as_in_one_process(ranks, num_ranks, config):
+    kind, steps = kind_of("Llama"), PLANNED + 1
+    found = ranks(num_ranks, divided, {**config, "recompute": "auto"}, adamw, kind=kind, steps=steps)
+    compare(found, plain(adamw, kind=kind, steps=steps), losses=1e-6, norms=1e-5, values=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "error"),
+    [
+        (build, {"memory_budget": "1GB"}, "recompute"),
+        (build, {"recompute": "auto"}, "memory_budget: expected bytes on the CPU"),
+        (build, {"recompute": "auto", "memory_budget": 0.5}, "memory_budget: expected bytes on the CPU"),
+        (build, {"recompute": "auto", "memory_budget": "many"}, "a size such as '60GB'"),
+        (lambda: nn.Linear(2, 2), {"recompute": "auto", "memory_budget": "1GB"}, "expected repeated blocks"),
+        (
+            build,
+            {"recompute": "auto", "memory_budget": "1GB", "offload": {"activations": "cpu"}},
+            "recompute",
+        ),
+        (
+            lambda: build_model("Llama"),
+            {"recompute": "auto", "memory_budget": "1GB", "units": ["LlamaDecoderLayer", "LlamaMLP"]},
+            "no unit inside of one",
+        ),
+    ],
+)
+def test_what_is_refused(make, config, error):
+    with pytest.raises(ValueError, match=error):
+        zeroshard.initialize(make(), adamw, config)
+
+
+def test_a_module_without_an_engine_has_no_budget():
+    with pytest.raises(ValueError, match=r"expected 'none', 'lean' or 'unit' for shard\(\)"):
+        zeroshard.shard(build(), {"recompute": "auto", "memory_budget": "1GB"})

@@ -1,0 +1,284 @@
+"""What units keep for their backward, chosen in training so that a step stays within a budget of memory.
+
+    steps 1 and 2     all units recompute, but one of each kind keeps all, and is measured: seconds, bytes
+    before step 3     the plan of `plan/keeping.py`, with what the peak of the device leaves to activations
+    before 4 and 5    the plan again, with the peak of the step before
+    a larger batch    begins anew
+
+A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
+there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
+its backward in any case. The measured unit of a kind stands for all with the same class and parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zeroshard.comm import streams
+from zeroshard.comm.streams import Stopwatch
+from zeroshard.forwards import activations
+from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
+from zeroshard.forwards.wrapped import checkpointed, outermost
+from zeroshard.internals import pytree
+from zeroshard.internals.autograd import is_in_backward
+from zeroshard.internals.warn import warn_user
+from zeroshard.plan.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
+from zeroshard.sharding.context import Changes, Context
+from zeroshard.sharding.unit import Unit
+from zeroshard.tables import format_bytes
+
+PROBED, PLANNED = 2, 5
+"""The steps that measure, and the step from which on the plan stays as it is."""
+SHARE = 0.9
+"""The share of the device that is used if nobody says another one; the allocator needs some for itself."""
+_KEEP, _RECOMPUTE, _OFFLOAD, _OFFLOAD_INPUT = "keep", "recompute", "offload", "offload input"
+_NO_LINK = Link(to_host=1.0, from_host=1.0)
+_LINK_BYTES = 1 << 26
+"""Bytes that are copied each way to measure the link."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Units of one class with parameters of the same sizes; the first of them is measured."""
+
+    watch: Stopwatch
+    saved: int = 0
+    """The most bytes that its forward has saved, inputs included."""
+    inputs: int = 0
+    """The most bytes of the tensors among its inputs."""
+    seconds: list[float] = field(default_factory=list)
+    """Those of its forwards."""
+    moved: int = 0
+    """The part of `saved` that may go to the host."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """The bytes of what the last forward has saved, by storage."""
+    given: set[int] = field(default_factory=set)
+    """The storages of its inputs."""
+
+    def add_up(self, shared: Collection[int]) -> None:
+        """Add up the bytes of the last forward without those that several units have been given."""
+        own = {key: num for key, num in self.storages.items() if key not in shared}
+        self.saved = max(self.saved, sum(own.values()))
+        self.inputs = max(self.inputs, sum(num for key, num in own.items() if key in self.given))
+        self.moved = max(self.moved, sum(num for num in own.values() if num >= activations.LEAST_BYTES))
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self.saved = self.inputs = self.moved = 0
+        self.seconds.clear()
+        self.watch.read()
+
+    def costs(self, *, may_offload: bool) -> UnitCosts:
+        """What the plan needs to know; the backward takes twice as long as the forward."""
+        forward, saved, inputs = min(self.seconds, default=0.0), self.saved, self.inputs
+        options = [
+            Option(name=_KEEP, held=saved, working=saved),
+            Option(name=_RECOMPUTE, held=inputs, working=saved, backward=forward),
+        ]
+        if may_offload:
+            moved, left = self.moved, saved - self.moved
+            options += [
+                Option(name=_OFFLOAD, held=left, moved=moved, working=saved),
+                Option(name=_OFFLOAD_INPUT, moved=inputs, working=saved, backward=forward),
+            ]
+        return UnitCosts(forward=forward, backward=2 * forward, options=tuple(options))
+
+
+class Budget:
+    """Lets each unit keep what its backward needs, compute it again, or send it to the host and back.
+
+    Args:
+        units: the root unit first; it keeps all.
+        changes: the changes of their modules.
+        context: the objects that their buffers share.
+        num_bytes: the bytes of the device that a rank may use.
+
+    Raises:
+        ValueError: there are no blocks, or a block has a unit inside.
+    """
+
+    def __init__(self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int) -> None:
+        self._context, self._state, self._device = context, context.state, context.device
+        self.num_bytes = num_bytes
+        self._link = _NO_LINK
+        self._moving: SavedActivations | None = None
+        """Moves activations to the host, if that is not the device."""
+        if streams.has_streams(self._device):
+            copies = HostCopies(context.memory, context.streams)
+            self._moving = SavedActivations(copies, activations.LEAST_BYTES, warns=False)
+        self.take_peak: Callable[[], int] = int
+        """Returns the largest number of bytes on the device since its last call; on the CPU without the
+        activations of units. Set by the engine."""
+        by_module = {unit.module: unit for unit in units[1:] if unit.buffers}
+        modules = list(outermost(units[0].module, by_module))
+        nested = any(
+            part in by_module for module in modules for part in module.modules() if part is not module
+        )
+        if not modules or nested:
+            raise ValueError(
+                "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
+                "class of the blocks in units=, or set recompute to 'unit' or 'none'"
+            )
+        self._measured_kinds: dict[Any, _Kind] = {}
+        self._kinds: list[_Kind] = []
+        """Of each unit."""
+        self._firsts: set[int] = set()
+        """The units that are measured."""
+        for number, module in enumerate(modules):
+            key = type(module), tuple(p.shape for p in module.parameters())
+            if key not in self._measured_kinds:
+                self._measured_kinds[key] = _Kind(Stopwatch(self._device))
+                self._firsts.add(number)
+            self._kinds.append(self._measured_kinds[key])
+            own = [units[0], by_module[module]]
+            changes.around(module, _RECOMPUTE, functools.partial(self._chosen, number, module, own))
+        self._shown = [changes.stacks[module] for module in modules]
+        """What lies around each unit, as `engine.units` shows it; the choice comes last."""
+        self._steps = self._largest = 0
+        """The steps since the beginning, and the bytes of the inputs of the first unit there."""
+        self._seen = -1
+        self._uses = Counter[int]()
+        """How many units of a forward have been given a storage; all of them live until the backward."""
+        self.names = [_RECOMPUTE] * len(modules)
+        """The choices of the units that hold now."""
+        self.plan: KeepingPlan | None = None
+        """The last plan; None while units are measured."""
+
+    def _chosen(
+        self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        ways = {_KEEP: forward, _RECOMPUTE: checkpointed(module, forward)}
+        if self._moving is not None:
+            offload = functools.partial(offloading, self._moving, units)
+            ways |= {_OFFLOAD: offload(forward), _OFFLOAD_INPUT: offload(ways[_RECOMPUTE])}
+        flats = [buffer.full for unit in units for buffer in unit.buffers]
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or is_in_backward():
+                return forward(*args, **kwargs)
+            if number == 0:
+                self._begin(args, kwargs)
+            name = self.names[number]
+            if self._moving is not None and name in (_KEEP, _RECOMPUTE):
+                self._moving.begin_segment()  # the copies of the unit before begin
+            if self.plan is not None:
+                return ways[name](*args, **kwargs)
+            given = _storages((args, kwargs))
+            self._uses.update(given.keys())
+            if name == _RECOMPUTE:
+                return ways[name](*args, **kwargs)
+            kind = self._kinds[number]
+            kind.storages, kind.given = given, set(given)
+            with self._noting(kind.storages, flats), kind.watch:
+                return forward(*args, **kwargs)
+
+        return chosen
+
+    def _noting(self, storages: dict[int, int], flats: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Note the storages of tensors that autograd saves, but for those of parameters."""
+        left_out = {flat.untyped_storage()._cdata for flat in flats}
+
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in left_out and tensor.device.type == self._device.type:
+                storages[storage._cdata] = storage.nbytes()
+            alias = tensor.detach()
+            return functools.partial(checked, alias, alias._version)
+
+        return saved_tensors_hooks(pack, lambda saved: saved())
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """Begin a forward whose first unit gets these arguments."""
+        has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
+        inputs = sum(_storages((args, kwargs)).values())
+        if self.plan is None:
+            shared = {key for key, num in self._uses.items() if num > 1}
+            self._uses.clear()
+            for kind in self._measured_kinds.values():
+                kind.add_up(shared)
+        if inputs > self._largest:
+            self._largest, self._steps, self.plan = inputs, 0, None
+            self.take_peak()
+            self._name(_KEEP if number in self._firsts else _RECOMPUTE for number in range(len(self._kinds)))
+            for kind in self._measured_kinds.values():
+                kind.reset()
+        elif has_stepped and self._steps < PLANNED:
+            self._steps += 1
+            for kind in self._measured_kinds.values():
+                kind.seconds += kind.watch.read()
+            if self._steps >= PROBED:
+                self._plan()
+
+    def _plan(self) -> None:
+        if self._moving is not None and self._steps == PROBED:
+            self._link = measure_link(self._context)
+        costs = [kind.costs(may_offload=self._moving is not None) for kind in self._kinds]
+        taken = [
+            next(option for option in unit.options if option.name == name)
+            for unit, name in zip(costs, self.names, strict=True)
+        ]
+        before = simulate(costs, taken, self.num_bytes, self._link).peak
+        beside = self.take_peak() - (before if self._device.type != "cpu" else 0)
+        room = self.num_bytes - beside
+        try:
+            self.plan = choose_keeping(costs, room, self._link)
+        except ValueError:
+            least = [min(unit.options, key=lambda option: option.held + option.moved) for unit in costs]
+            self.plan = simulate(costs, least, room, self._link)
+            if self._steps == PROBED:
+                warn_user(
+                    f"memory_budget: {format_bytes(self.num_bytes)} are not enough for this batch: all else "
+                    f"takes {format_bytes(beside)}, and activations {format_bytes(self.plan.peak)} even "
+                    "where each unit recomputes. Take fewer samples, or offload.optimizer='cpu'"
+                )
+        self._name(option.name for option in self.plan.options)
+
+    def _name(self, names: Iterable[str]) -> None:
+        self.names = list(names)
+        for stack, name in zip(self._shown, self.names, strict=True):
+            stack[-1] = name
+
+
+def measure_link(context: Context) -> Link:
+    """Copy bytes to the host and back; the host waits.
+
+    Returns:
+        The bytes per second in each direction, with nothing else on the link.
+    """
+    near = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=context.device)
+    far, watch = context.memory.host(_LINK_BYTES), Stopwatch(context.device)
+    for target, values in ((far, near), (near, far)):
+        target.copy_(values, non_blocking=True)  # once, so that both are mapped
+        with watch:
+            target.copy_(values, non_blocking=True)
+    to_host, from_host = (_LINK_BYTES / max(seconds, 1e-9) for seconds in watch.read())
+    return Link(to_host=to_host, from_host=from_host)
+
+
+def budget_of(given: float | None, device: torch.device) -> int:
+    """Return the bytes of `Config.memory_budget` on a device.
+
+    Raises:
+        ValueError: a share of the memory of the CPU, which others use, too.
+    """
+    if given is not None and given > 1:
+        return int(given)
+    if device.type == "cpu":
+        raise ValueError("memory_budget: expected bytes on the CPU, such as '8GB', got a share")
+    _, total = torch.accelerator.get_memory_info(device)
+    return int((SHARE if given is None else given) * total)
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """The bytes of the storages of the tensors among some values."""
+    storages = (v.untyped_storage() for v in pytree.tree_leaves(values) if isinstance(v, Tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}

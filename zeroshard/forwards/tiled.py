@@ -1,0 +1,195 @@
+"""The loss of a head over a large vocabulary, in tiles of rows: the logits of all rows are never held.
+
+    a tile of hidden states [n, d] --> logits [n, V] --> losses [n], and the gradient of the logits [n, V]
+                                                     --> gradients of the tile [n, d] and the weight [V, d]
+
+A row is a token. The forward takes the gradients of the sum over all rows too, while the logits of a tile are
+there. The backward multiplies them by the gradient of that sum.
+
+Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zeroshard.plan.layout import Span
+
+TILE_BYTES = 256 * 10**6
+"""The most bytes of the logits of a tile, with what is computed of them."""
+ROW_BYTES = 8
+"""Bytes of a logit in a tile: in float32, and once more as its exponential or as its gradient."""
+
+
+class Row(NamedTuple):
+    """Numbers of each row for the gradient of its loss, [n]."""
+
+    log_total: Tensor
+    """log(sum(exp(logits))) over all classes."""
+    place: Tensor
+    """The column of the target; 0 if this rank does not have it."""
+    is_own: Tensor
+    """True if this rank has the target, and the row counts."""
+    counts: Tensor
+    """True if the row counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """The loss of rows of logits, whose classes may be divided over ranks.
+
+    With l = log(sum(exp(logits))) it is
+
+        l - (1 - smoothing) logits[target] - smoothing mean(logits) + z_loss l**2
+
+    Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision", section 7, for
+    smoothing; Chowdhery et al. 2022, "PaLM", section 5, for the square of l.
+    """
+
+    own: Span
+    """The classes of this rank."""
+    num: int
+    """The classes of all ranks."""
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    gather: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
+    """[1, k, n] of this rank -> [ranks, k, n]."""
+
+    def losses(self, logits: Tensor, targets: Tensor, counts: Tensor) -> tuple[Tensor, Row]:
+        """Return the losses, 0 for rows that do not count, and what `gradient` needs.
+
+        Args:
+            logits: [n, own classes], at least in float32.
+            targets: [n], integers.
+            counts: [n], True for rows that count.
+        """
+        is_own = counts & (targets >= self.own.start) & (targets < self.own.stop)
+        place = (targets - self.own.start).masked_fill(~is_own, 0).unsqueeze(1)
+        of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
+        largest = logits.amax(1)
+        base = largest.where(largest.isfinite(), 0.0)  # a rank whose tokens are all ruled out adds nothing
+        sums = (logits - base.unsqueeze(1)).exp_().sum(1)
+        numbers = (largest, sums, of_target, *([logits.sum(1)] if self.smoothing else []))
+        everyone = self.gather(torch.stack(numbers).unsqueeze(0))
+        largest = everyone[:, 0].amax(0)
+        log_sum = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0).log()
+        expected = everyone[:, 2].sum(0)
+        if self.smoothing:
+            shared = self.smoothing / self.num * everyone[:, 3].sum(0)
+            expected = (1 - self.smoothing) * expected + shared
+        log_total = largest + log_sum
+        losses = log_sum + largest - expected
+        if self.z_loss:
+            losses = losses + self.z_loss * log_total.square()
+        return losses.masked_fill(~counts, 0.0), Row(log_total, place, is_own, counts)
+
+    def gradient(self, logits: Tensor, row: Row, of_losses: Tensor | None = None) -> Tensor:
+        """Return the gradient of the logits, [n, own classes].
+
+        Args:
+            logits: as for `losses`.
+            row: as `losses` gave it.
+            of_losses: [n], the gradient of the losses; None: 1.
+        """
+        gradient = (logits - row.log_total.unsqueeze(1)).exp_()
+        if self.z_loss:
+            gradient.mul_((1 + 2 * self.z_loss * row.log_total).unsqueeze(1))
+        if self.smoothing:
+            gradient.sub_(self.smoothing / self.num)
+        of_target = row.is_own.unsqueeze(1).to(gradient.dtype).mul_(self.smoothing - 1)
+        gradient.scatter_add_(1, row.place, of_target)
+        factor = row.counts if of_losses is None else of_losses.masked_fill(~row.counts, 0.0)
+        return gradient.mul_(factor.unsqueeze(1))
+
+
+class _TiledLoss(torch.autograd.Function):
+    """0-dim: the sum of the losses of all rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        counts: Tensor,
+        loss: RowLoss,
+        size: int,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        needs = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+        for start in range(0, len(hidden), size):
+            tile = slice(start, start + size)
+            logits = F.linear(hidden[tile], weight, bias).to(wide)
+            losses, row = loss.losses(logits, targets[tile], counts[tile])
+            total += losses.sum()
+            if any(needs):
+                of_logits = loss.gradient(logits, row)
+                if of_bias is not None:
+                    of_bias += of_logits.sum(0)
+                of_logits = of_logits.to(hidden.dtype)
+                if of_hidden is not None:
+                    torch.mm(of_logits, weight, out=of_hidden[tile])
+                if of_weight is not None:
+                    of_weight += of_logits.t() @ hidden[tile]
+                del of_logits
+            del logits  # before those of the next tile
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        def scaled(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            return (
+                None
+                if value is None
+                else torch.mul(value, gradient, out=torch.empty_like(value, dtype=dtype))
+            )
+
+        return *map(scaled, ctx.saved_tensors, ctx.dtypes), None, None, None, None
+
+
+def tiled_loss(
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    loss: RowLoss,
+    *,
+    ignore_index: int,
+    tiles: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of rows, and how many rows count; both are 0-dim.
+
+    Args:
+        hidden: [N, d], the input of the head. It is cast to the dtype of the weight, or that of autocast.
+        head: the layer that gives logits; `weight` has the classes of this rank.
+        targets: [N], integers in [0, classes) or `ignore_index`.
+        loss: the loss of a row. A target that is no class gives no number.
+        ignore_index: the target of rows that do not count.
+        tiles: the tiles; None: as few as keep each one within `TILE_BYTES`.
+    """
+    kind, own_bias = hidden.device.type, head._parameters["bias"]
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else head.weight.dtype
+    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
+    bias = None if own_bias is None else own_bias.to(dtype)
+    size = max(1, TILE_BYTES // (ROW_BYTES * len(weight))) if tiles is None else -(-len(hidden) // tiles)
+    counts = targets != ignore_index
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        total: Tensor = _TiledLoss.apply(hidden, weight, bias, targets, counts, loss, max(1, size))
+    is_none = counts & ((targets < 0) | (targets >= loss.num))
+    return total.masked_fill(is_none.any(), torch.nan), counts.sum()
