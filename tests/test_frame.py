@@ -87,6 +87,7 @@ MESH = "torch.distributed.device_mesh.DeviceMesh"
 DISTRIBUTED = {
     "comm": ("torch.distributed",),
     "checkpoint": ("torch.distributed.checkpoint",),
+    "parallel": ("torch.distributed.tensor", "torch.distributed.pipelining"),
 }
 
 

@@ -78,6 +78,8 @@ from zeroshard.sharding.context import Changes
 WIDTH_PER_BLOCK = 128
 VOCABULARY = 128_256
 TIED_BELOW = 4 * 10**9
+RECOMPUTED = ("unit", "auto")
+"""The settings in which blocks are computed again: of a budget, the least that it may be."""
 SMALLEST, LARGEST = 1 << 20, 10**15
 """The numbers of parameters for which the rule makes sense."""
 
@@ -127,7 +129,7 @@ class Sizes:
     def bytes_held(self, num_tokens: int, config: Config) -> int:
         """Bytes of activations of a rank with all blocks, at most, for one micro-batch of so many tokens."""
         block, head = self.bytes_of_block(num_tokens, config), self.bytes_of_head(num_tokens, config)
-        if config.recompute == "unit":
+        if config.recompute in RECOMPUTED:
             return self.depth * self.bytes_of_input(num_tokens, config) + max(block, head)
         return self.depth * block + head
 
@@ -137,7 +139,7 @@ class Sizes:
         A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
         """
         # A recomputation ends before the last sum of a block.
-        num, tp = self.depth * (_EXCHANGES + (config.recompute == "unit")), config.mesh.tp
+        num, tp = self.depth * (_EXCHANGES + (config.recompute in RECOMPUTED)), config.mesh.tp
         return num * 2 * self._bytes_of_width(num_tokens, config) * (tp - 1) // tp
 
     def _bytes_of_width(self, num_tokens: int, config: Config) -> int:
@@ -327,7 +329,7 @@ def _prepare(
     tile_losses(model, specs, config, changes)
     if config.recompute == "lean":
         lean_forwards(model, changes)
-    if config.recompute == "unit":
+    if config.recompute in RECOMPUTED:
         for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
             changes.around(module, "fused attention", _with_fused_attention)
             changes.around(module, "recompute", functools.partial(checkpointed, module))
