@@ -1,0 +1,237 @@
+"""Activations between forward and backward: the option that each unit takes, within a budget of bytes.
+
+A unit may keep what its backward needs, compute it again, or send it to the host and back. With a budget the
+best choice differs from unit to unit: `choose_keeping` finds the choices of the fastest step. A caller needs
+no more than hooks around units to carry it out; `plan/rotor.py` needs the loop over the units, too.
+
+    to host                | 1 ... 1 | 1 . 2 ...|              both copies run at the speed of the link
+    compute    | F1  | F2  | F3      |:::| F4 | B4 |:::| B3 | B2  | B1  |      ::: waits for the link
+    from host                                       | 2 ..1 | 1 ...|
+
+[Note: Mirror] The bytes that leave beside the forward of a unit come back beside its backward. Where compute
+waits before a forward until bytes have left, it waits after the backward until they are back. Then the device
+holds the same during both, and the bytes that have not left are all that must be known about the link. They
+leave in the order of the units and as soon as the link is free, but no more beside a unit than can come back
+there. A backward takes longer than a forward, so this bound rarely counts. Bytes that are still on the device
+at the turn do not leave any more. Links work in both directions independently.
+
+[Note: Exact up to a grid] A state in front of a unit is (bytes held, bytes that wait to leave, seconds).
+States that differ by less than a slot in both numbers of bytes count as one, and the fastest of them goes on
+with its own exact numbers: sizes are never rounded, and a plan never exceeds the budget. If sizes, and bytes
+that pass the link beside a unit, are integers and the budget has no more bytes than slots, the plan is the
+best of all. A state with less of each number is never worse: what another state gains by waiting for the
+link, it can gain at any time.
+
+Offload and recomputation of one chain together: Beaumont, Eyraud-Dubois and Shilova 2021, "Efficient
+Combination of Rematerialization and Offloading for Training DNNs" (POFO). Their schedules nest
+recomputations; these do not, so a sharded unit is gathered for its backward as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SLOTS = 500
+"""Parts of the budget by which states are told apart; Rotor's solvers round sizes to as many."""
+WAITING_SLOTS = 100
+"""The same of the most bytes that wait in front of a unit, which are those of a few units."""
+
+_COPYING = 1e-4
+"""The share of the time of a copy that counts even if nobody waits for it: of equally fast plans the one that
+copies least is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A way in which a unit may keep what its backward needs.
+
+    Raises:
+        ValueError: the unit holds more after its forward than while it runs.
+    """
+
+    name: str
+    """Its name, such as keep, recompute or offload."""
+    held: int = 0
+    """Bytes on the device from the forward to the backward."""
+    moved: int = 0
+    """Bytes that go to the host after the forward, and are back before the backward."""
+    working: int
+    """The most bytes while the forward or backward of the unit runs. The bytes that it saves count, those of
+    units before it do not."""
+    forward: float = 0.0
+    """Seconds that it adds to the forward."""
+    backward: float = 0.0
+    """Seconds that it adds to the backward: a second forward, with its gather if there is one."""
+
+    def __post_init__(self) -> None:
+        leaves = self.held + self.moved
+        if self.working < leaves:
+            raise ValueError(
+                f"option {self.name!r}: expected working to be at least held + moved = {leaves} bytes, got "
+                f"{self.working}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCosts:
+    """The costs of a unit, measured where it keeps all on the device."""
+
+    forward: float
+    """Seconds of the forward; with sharded parameters those of the gather, if these are more."""
+    backward: float
+    """Seconds of the backward."""
+    options: tuple[Option, ...]
+    """The ways to choose from. Of equal ones the first is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The bytes per second that are left for activations between device and host; both are above 0."""
+
+    to_host: float
+    from_host: float
+
+    @property
+    def both_ways(self) -> float:
+        """Seconds of a byte on its way to the host and back."""
+        return 1 / self.to_host + 1 / self.from_host
+
+    def beside(self, unit: UnitCosts, option: Option) -> float:
+        """Return the bytes that can leave beside the forward of a unit, and come back beside its backward."""
+        leave = self.to_host * (unit.forward + option.forward)
+        return min(leave, self.from_host * (unit.backward + option.backward))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepingPlan:
+    """The options of all units, in the order of the forward, and the step that follows from them."""
+
+    options: tuple[Option, ...]
+    seconds: float
+    """Seconds of the forward and backward of all units."""
+    peak: int
+    """The most bytes at once."""
+    before: tuple[float, ...]
+    """For each unit: bytes for which compute waits. They leave before its forward and come back after its
+    backward."""
+    beside: tuple[float, ...]
+    """For each unit: bytes that leave beside its forward and come back beside its backward."""
+
+
+def simulate(units: Sequence[UnitCosts], options: Sequence[Option], budget: int, link: Link) -> KeepingPlan:
+    """Return the step of a model whose units have taken these options, event by event; see [Note: Mirror].
+
+    This defines the time and memory of a plan. A peak above the budget means that waiting was not enough.
+
+    Args:
+        units: the costs of all units, in the order of the forward.
+        options: the option of each unit.
+        budget: bytes that the device has for activations.
+        link: the link to the host.
+    """
+    before, beside = [], []
+    seconds = peak = held = waiting = 0.0
+    for unit, option in zip(units, options, strict=True):
+        before.append(min(waiting, max(0.0, waiting + held + option.working - budget)))
+        waiting -= before[-1]
+        peak = max(peak, held + waiting + option.working)
+        beside.append(min(waiting, link.beside(unit, option)))
+        seconds += before[-1] / link.to_host + unit.forward + option.forward
+        waiting += option.moved - beside[-1]
+        held += option.held
+    for number in reversed(range(len(units))):
+        unit, option = units[number], options[number]
+        held -= option.held
+        waiting += beside[number] - option.moved
+        peak = max(peak, held + waiting + option.working)
+        seconds += unit.backward + option.backward + before[number] / link.from_host
+        waiting += before[number]
+    return KeepingPlan(
+        options=tuple(options),
+        seconds=seconds,
+        peak=math.ceil(peak),
+        before=tuple(before),
+        beside=tuple(beside),
+    )
+
+
+def choose_keeping(
+    units: Sequence[UnitCosts], budget: int, link: Link, num_slots: int = SLOTS
+) -> KeepingPlan:
+    """Return the fastest plan within a budget, by dynamic programming; see [Note: Exact up to a grid].
+
+    Args:
+        units: the costs of all units, in the order of the forward.
+        budget: bytes that the device has for activations.
+        link: the link to the host.
+        num_slots: parts of the budget that states are told apart by.
+
+    Raises:
+        ValueError: no plan fits into the budget; the text names the least one.
+    """
+    needs = [0]
+    for unit in reversed(units):
+        needs.append(min(max(option.working, option.held + needs[-1]) for option in unit.options))
+    if budget < needs[-1]:
+        raise ValueError(
+            f"expected a memory budget of at least {needs[-1]} bytes for activations, got {budget}"
+        )
+    states = np.zeros((3, 1))
+    trail: list[tuple[Any, Any]] = []
+    for unit, need in zip(units, reversed(needs[:-1]), strict=True):
+        reached, origins, taken = [], [], []
+        for number, option in enumerate(unit.options):
+            fits = states[0] + np.maximum(option.working, option.held + need) <= budget
+            reached.append(_advance(states[:, fits], unit, option, budget, link))
+            origins.append(fits.nonzero()[0])
+            taken.append(np.full(len(origins[-1]), number))
+        states = np.concatenate(reached, axis=1)
+        best = _select(states, max(budget, 1) / num_slots, link)
+        states = states[:, best]
+        trail.append((np.concatenate(origins)[best], np.concatenate(taken)[best]))
+    options, place = [], int(states[2].argmin())
+    for unit, (origin, number) in zip(reversed(units), reversed(trail), strict=True):
+        options.append(unit.options[number[place]])
+        place = origin[place]
+    return simulate(units, options[::-1], budget, link)
+
+
+def _advance(states: Any, unit: UnitCosts, option: Option, budget: int, link: Link) -> Any:
+    """Return states (held, waiting, seconds) [3, n] after the forward of a unit; seconds of both ways."""
+    held, waiting, seconds = states
+    stays = np.minimum(waiting, budget - held - option.working)
+    own = unit.forward + option.forward + unit.backward + option.backward
+    own += option.moved * link.both_ways * _COPYING
+    beside = np.minimum(stays, link.beside(unit, option))
+    seconds = seconds + (waiting - stays) * link.both_ways + own
+    return np.stack([held + option.held, stays - beside + option.moved, seconds])
+
+
+def _select(states: Any, slot: float, link: Link) -> Any:
+    """Return the numbers of the states [3, n] that are fastest in their cell and no worse than any other."""
+    held = (states[0] / slot).astype(np.int64)
+    waiting = (states[1] / max(states[1].max() / WAITING_SLOTS, 1e-9)).astype(np.int64)
+    seconds = np.full((held.max() + 1, waiting.max() + 1), np.inf)
+    numbers = np.zeros_like(seconds, np.int64)
+    order = states[2].argsort(kind="stable")[::-1]  # of several values for a cell the last one stays
+    seconds[held[order], waiting[order]] = states[2][order]
+    numbers[held[order], waiting[order]] = order
+    best = numbers[seconds < _least_of_less(seconds)]
+    # A state where more bytes wait is better if it is still as early after waiting for them.
+    later = np.full_like(seconds, np.inf)
+    later[held[best], waiting[best]] = states[2][best] + states[1][best] * link.both_ways
+    return numbers[later < _least_of_less(later[:, ::-1])[:, ::-1]]
+
+
+def _least_of_less(values: Any) -> Any:
+    """Return for each place of a matrix the least value at other places with no more of both numbers."""
+    least = np.minimum.accumulate(np.minimum.accumulate(values, 0), 1)
+    others = np.full_like(values, np.inf)
+    others[1:] = least[:-1]
+    others[:, 1:] = np.minimum(others[:, 1:], least[:, :-1])
+    return others
