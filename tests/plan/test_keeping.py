@@ -1,4 +1,4 @@
-"""Plans of what units keep between forward and backward, against all combinations and a walk over the bytes."""
+"""Plans of what units keep between forward and backward, against all combinations and a walk of the bytes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def walk(plan: KeepingPlan, units: list[UnitCosts], budget: int, link: Link) -> 
 def test_a_plan_is_the_fastest_of_all_combinations() -> None:
     rng, num_impossible = random.Random(43), 0
     for number in range(300):
-        units, budget, link = draw(rng, 1 + number % 8 if number < 40 else rng.randint(1, 6))
+        units, budget, link = draw(rng, 1 + number % 8 if number < 24 else rng.randint(1, 6))
         seconds, peaks = all_combinations(units, budget, link)
         possible = peaks <= budget
         if possible.any():
@@ -128,20 +128,21 @@ def test_an_example_by_hand() -> None:
     # Four equal units; each saves 4 bytes, of which one leaves beside a forward, and its input has 1 byte.
     units, link = [unit(1, 2, 4, 1, 4)] * 4, Link(to_host=1.0, from_host=2.0)
     keep, recompute, offload, _ = units[0].options
-    # In front of F2 there are 4 bytes that wait, and 4 more are needed: one byte leaves first, in 1 s, and comes
-    # back after B2, in 0.5 s. One more leaves beside F2, and so on: 2 + 4 + 4 bytes in front of F3, 3 too many.
+    # In front of F2 there are 4 bytes that wait, and 4 more are needed: one byte leaves first, in 1 s, and
+    # comes back after B2, in 0.5 s. One more leaves beside F2: 2 + 4 + 4 bytes in front of F3, 3 too many.
     plan = simulate(units, (offload, offload, keep, keep), 7, link)
     assert plan.before == (0, 1, 3, 2)
     assert plan.beside == (0, 1, 1, 0)
     assert plan.seconds == 12 + 6 * 1.5
     assert plan.peak == 8  # held by the third unit and needed by the fourth one: no waiting helps
-    # 9 bytes in front of B4: 5 are held or needed, so 4 more may lie there.
-    plan = simulate(units, (offload, recompute, keep, keep), 9, link)
-    assert plan.before == (0, 0, 0, 0)
-    assert (plan.seconds, plan.peak) == (13, 10)
+    # In front of F4 there are 1 and 4 bytes that are held, and 4 - 1 - 1 that wait.
+    plan = simulate(units, (offload, recompute, keep, keep), 11, link)
+    assert (plan.before, plan.beside) == ((0, 0, 0, 0), (0, 1, 1, 1))
+    assert (plan.seconds, plan.peak) == (13, 11)
     assert choose_keeping(units, 16, link).options == (keep,) * 4
-    assert choose_keeping(units, 13, link).options == (offload, keep, keep, keep)
-    assert choose_keeping(units, 13, link).seconds == 12
+    assert choose_keeping(units, 14, link).options == (offload, keep, keep, keep)
+    assert choose_keeping(units, 14, link).seconds == 12
+    assert choose_keeping(units, 13, link).seconds == 13  # one is recomputed: a byte takes 1.5 s
 
 
 def test_with_room_for_all_nothing_is_moved() -> None:
@@ -171,7 +172,8 @@ def test_sizes_of_real_models_are_within_the_budget_and_near_the_best() -> None:
         plan = choose_keeping(units, budget, link)
         walk(plan, units, budget, link)
         seconds, peaks = all_combinations(units, budget, link)
-        assert seconds[peaks <= budget].min() <= plan.seconds <= 1.001 * seconds[peaks <= budget].min()
+        best = seconds[peaks <= budget].min()
+        assert best * (1 - 1e-9) <= plan.seconds <= best * 1.001
 
 
 def test_a_plan_of_many_units_uses_its_budget_and_is_faster_with_more() -> None:

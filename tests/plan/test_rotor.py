@@ -16,7 +16,7 @@ UNIT = StageCosts(forward=1, backward=1, output=1, saved=1)
 Input = tuple[int, bool]
 """A stage, and True if its input stays until the backward of the stage."""
 State = tuple[frozenset[Input], frozenset[int], int]
-"""Inputs and saved stages on the device, and the stage whose output has its gradient there; first the loss."""
+"""Inputs and saved stages on the device, and the stage whose backward comes next; its gradient is there."""
 
 
 def tasks_from(state: State, num_stages: int) -> Iterator[tuple[ChainTask, State]]:
@@ -44,7 +44,7 @@ def used(task: ChainTask, before: State, after: State, stages: Sequence[StageCos
     sizes = [given, *(stage.output for stage in stages)]
 
     def rest(state: State) -> int:
-        inputs, saved, gradient = state
+        inputs, saved, _ = state
         return sum(sizes[stage] for stage, _ in inputs) + sum(stages[stage].saved for stage in saved)
 
     _, _, gradient = before
@@ -152,7 +152,7 @@ def test_sizes_in_bytes_are_rounded_up_and_stay_within_the_budget() -> None:
     ]
     stages.append(LOSS)
     times = []
-    for budget in (2 * 10**9, 6 * 10**9, 27 * 10**9):
+    for budget in (2 * 10**9, 6 * 10**9, 30 * 10**9):
         plan = plan_chain(stages, 65 * 10**6, budget)
         total, peak = replay(plan.tasks, stages, 65 * 10**6)
         assert total == pytest.approx(plan.seconds)

@@ -4,9 +4,9 @@ A unit may keep what its backward needs, compute it again, or send it to the hos
 best choice differs from unit to unit: `choose_keeping` finds the choices of the fastest step. A caller needs
 no more than hooks around units to carry it out; `plan/rotor.py` needs the loop over the units, too.
 
-    to host                | 1 ... 1 | 1 . 2 ...|              both copies run at the speed of the link
-    compute    | F1  | F2  | F3      |:::| F4 | B4 |:::| B3 | B2  | B1  |      ::: waits for the link
-    from host                                       | 2 ..1 | 1 ...|
+    compute      | F1 | F2 | F3 |:::| F4 | B4 |:::| B3    | B2    | B1    |    ::: waits for the link
+    to host           | 1  | 1 2| 2 |                                          saved in 1, in 2
+    from host                                 | 2 | 2 1   | 1     |
 
 [Note: Mirror] The bytes that leave beside the forward of a unit come back beside its backward. Where compute
 waits before a forward until bytes have left, it waits after the backward until they are back. Then the device

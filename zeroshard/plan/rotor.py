@@ -4,13 +4,14 @@ Stages are recomputed from saved inputs, and recomputations may nest: this needs
 over the stages, such as a Sequential or a chunk of a pipeline. A flat choice for each unit is in
 `plan/keeping.py`.
 
-    stages 1 2 3 4, budget for two inputs     K1 F2 K3 S4 B4 S3 B3 | K1 S2 B2 | S1 B1
-    F forward alone    K and its input is kept    S and all that its backward needs is saved    B backward
+    S0   K1 F2 S3 S4 B4 B3   S1 S2 B2 B1   B0        five stages, of which the last one is the loss
+
+    F forward, its input is dropped    K forward, its input is kept    S forward, all is saved    B backward
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains: how
-to train deep neural networks with limited memory" (Rotor), theorem 1. The optimum is among the sequences that
-keep a saved input until its last use. The cost of stages s to t with m bytes besides the input of s, where
-the gradient of the output of t is or will be held too, is the least of
+to train deep neural networks with limited memory" (Rotor), theorem 1. Its optimum is among the sequences that keep what they have saved until its backward. The least
+seconds of stages s to t, with m bytes besides the input of s, and the gradient of the output of t among
+these m from the begin on, are the least of
 
     split at j    forwards of s to j - 1, cost of j to t with m - (input of j), cost of s to j - 1 with m
     save s        forward of s, cost of s + 1 to t with m - (saved by s), backward of s
