@@ -18,9 +18,9 @@ at the turn do not leave any more. Links work in both directions independently.
 [Note: Exact up to a grid] A state in front of a unit is (bytes held, bytes that wait to leave, seconds).
 States that differ by less than a slot in both numbers of bytes count as one, and the fastest of them goes on
 with its own exact numbers: sizes are never rounded, and a plan never exceeds the budget. If sizes, and bytes
-that pass the link beside a unit, are integers and the budget has no more bytes than slots, the plan is the
-best of all. A state with less of each number is never worse: what another state gains by waiting for the
-link, it can gain at any time.
+that can leave beside a unit, are integers, and there are no more bytes than slots, the plan is the best of
+all. A state with less of each number is never worse: what another state gains by waiting for the link, it can
+gain at any time.
 
 Offload and recomputation of one chain together: Beaumont, Eyraud-Dubois and Shilova 2021, "Efficient
 Combination of Rematerialization and Offloading for Training DNNs" (POFO). Their schedules nest

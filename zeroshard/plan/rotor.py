@@ -9,9 +9,9 @@ over the stages, such as a Sequential or a chunk of a pipeline. A flat choice fo
     F forward, its input is dropped    K forward, its input is kept    S forward, all is saved    B backward
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains: how
-to train deep neural networks with limited memory" (Rotor), theorem 1. Its optimum is among the sequences that keep what they have saved until its backward. The least
-seconds of stages s to t, with m bytes besides the input of s, and the gradient of the output of t among
-these m from the begin on, are the least of
+to train deep neural networks with limited memory" (Rotor), theorem 1. Its optimum is among the sequences that
+keep what they have saved until its backward. The least seconds of stages s to t, with m bytes besides the
+input of s, and the gradient of the output of t among these m from the begin on, are the least of
 
     split at j    forwards of s to j - 1, cost of j to t with m - (input of j), cost of s to j - 1 with m
     save s        forward of s, cost of s + 1 to t with m - (saved by s), backward of s
