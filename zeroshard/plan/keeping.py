@@ -4,9 +4,9 @@ A unit may keep what its backward needs, compute it again, or send it to the hos
 best choice differs from unit to unit: `choose_keeping` finds the choices of the fastest step. A caller needs
 no more than hooks around units to carry it out; `plan/rotor.py` needs the loop over the units, too.
 
-    to host                | 1 ... 1 | 1 . 2 ...|              both copies run at the speed of the link
-    compute    | F1  | F2  | F3      |:::| F4 | B4 |:::| B3 | B2  | B1  |      ::: waits for the link
-    from host                                       | 2 ..1 | 1 ...|
+    compute      | F1 | F2 | F3 |:::| F4 | B4 |:::| B3    | B2    | B1    |    ::: waits for the link
+    to host           | 1  | 1 2| 2 |                                          saved in 1, in 2
+    from host                                 | 2 | 2 1   | 1     |
 
 [Note: Mirror] The bytes that leave beside the forward of a unit come back beside its backward. Where compute
 waits before a forward until bytes have left, it waits after the backward until they are back. Then the device
@@ -18,9 +18,9 @@ at the turn do not leave any more. Links work in both directions independently.
 [Note: Exact up to a grid] A state in front of a unit is (bytes held, bytes that wait to leave, seconds).
 States that differ by less than a slot in both numbers of bytes count as one, and the fastest of them goes on
 with its own exact numbers: sizes are never rounded, and a plan never exceeds the budget. If sizes, and bytes
-that pass the link beside a unit, are integers and the budget has no more bytes than slots, the plan is the
-best of all. A state with less of each number is never worse: what another state gains by waiting for the
-link, it can gain at any time.
+that can leave beside a unit, are integers, and there are no more bytes than slots, the plan is the best of
+all. A state with less of each number is never worse: what another state gains by waiting for the link, it can
+gain at any time.
 
 Offload and recomputation of one chain together: Beaumont, Eyraud-Dubois and Shilova 2021, "Efficient
 Combination of Rematerialization and Offloading for Training DNNs" (POFO). Their schedules nest
@@ -37,9 +37,11 @@ from typing import Any
 import numpy as np
 
 SLOTS = 500
-"""Parts of the budget that states are told apart by; as in Rotor's solvers."""
+"""Parts of the budget by which states are told apart; Rotor's solvers round sizes to as many."""
+WAITING_SLOTS = 100
+"""The same of the most bytes that wait in front of a unit, which are those of a few units."""
 
-_COPYING = 1e-6
+_COPYING = 1e-4
 """The share of the time of a copy that counts even if nobody waits for it: of equally fast plans the one that
 copies least is taken."""
 
@@ -67,10 +69,11 @@ class Option:
     """Seconds that it adds to the backward: a second forward, with its gather if there is one."""
 
     def __post_init__(self) -> None:
-        if self.working < self.held + self.moved:
+        leaves = self.held + self.moved
+        if self.working < leaves:
             raise ValueError(
-                f"option {self.name!r}: expected at least {self.held + self.moved} bytes while the unit runs, "
-                f"as it leaves so many behind, got {self.working}"
+                f"option {self.name!r}: expected working to be at least held + moved = {leaves} bytes, got "
+                f"{self.working}"
             )
 
 
@@ -92,6 +95,11 @@ class Link:
 
     to_host: float
     from_host: float
+
+    @property
+    def both_ways(self) -> float:
+        """Seconds of a byte on its way to the host and back."""
+        return 1 / self.to_host + 1 / self.from_host
 
     def beside(self, unit: UnitCosts, option: Option) -> float:
         """Return the bytes that can leave beside the forward of a unit, and come back beside its backward."""
@@ -173,7 +181,7 @@ def choose_keeping(
         raise ValueError(
             f"expected a memory budget of at least {needs[-1]} bytes for activations, got {budget}"
         )
-    grid, states = _Grid(budget, num_slots), np.zeros((3, 1))
+    states = np.zeros((3, 1))
     trail: list[tuple[Any, Any]] = []
     for unit, need in zip(units, reversed(needs[:-1]), strict=True):
         reached, origins, taken = [], [], []
@@ -183,7 +191,7 @@ def choose_keeping(
             origins.append(fits.nonzero()[0])
             taken.append(np.full(len(origins[-1]), number))
         states = np.concatenate(reached, axis=1)
-        best = grid.choose(states)
+        best = _select(states, max(budget, 1) / num_slots, link)
         states = states[:, best]
         trail.append((np.concatenate(origins)[best], np.concatenate(taken)[best]))
     options, place = [], int(states[2].argmin())
@@ -196,32 +204,34 @@ def choose_keeping(
 def _advance(states: Any, unit: UnitCosts, option: Option, budget: int, link: Link) -> Any:
     """Return states (held, waiting, seconds) [3, n] after the forward of a unit; seconds of both ways."""
     held, waiting, seconds = states
-    both_ways = 1 / link.to_host + 1 / link.from_host
     stays = np.minimum(waiting, budget - held - option.working)
     own = unit.forward + option.forward + unit.backward + option.backward
-    own += option.moved * both_ways * _COPYING
+    own += option.moved * link.both_ways * _COPYING
     beside = np.minimum(stays, link.beside(unit, option))
-    seconds = seconds + (waiting - stays) * both_ways + own
+    seconds = seconds + (waiting - stays) * link.both_ways + own
     return np.stack([held + option.held, stays - beside + option.moved, seconds])
 
 
-class _Grid:
-    """Tells the states apart that go on."""
+def _select(states: Any, slot: float, link: Link) -> Any:
+    """Return the numbers of the states [3, n] that are fastest in their cell and no worse than any other."""
+    held = (states[0] / slot).astype(np.int64)
+    waiting = (states[1] / max(states[1].max() / WAITING_SLOTS, 1e-9)).astype(np.int64)
+    seconds = np.full((held.max() + 1, waiting.max() + 1), np.inf)
+    numbers = np.zeros_like(seconds, np.int64)
+    order = states[2].argsort(kind="stable")[::-1]  # of several values for a cell the last one stays
+    seconds[held[order], waiting[order]] = states[2][order]
+    numbers[held[order], waiting[order]] = order
+    best = numbers[seconds < _least_of_less(seconds)]
+    # A state where more bytes wait is better if it is still as early after waiting for them.
+    later = np.full_like(seconds, np.inf)
+    later[held[best], waiting[best]] = states[2][best] + states[1][best] * link.both_ways
+    return numbers[later < _least_of_less(later[:, ::-1])[:, ::-1]]
 
-    def __init__(self, budget: int, num_slots: int) -> None:
-        self._slot = max(budget, 1) / num_slots
-        self._shape = (num_slots + 1, num_slots + 1)
 
-    def choose(self, states: Any) -> Any:
-        """Return the numbers of the states that are fastest in their cell, and faster than all with less."""
-        held, waiting = (states[:2] / self._slot).astype(np.int64)
-        fastest = np.full(self._shape, np.inf)
-        winners = np.zeros(self._shape, np.int64)
-        order = states[2].argsort(kind="stable")[::-1]  # of several values for a cell the last one stays
-        fastest[held[order], waiting[order]] = states[2][order]
-        winners[held[order], waiting[order]] = order
-        least = np.minimum.accumulate(np.minimum.accumulate(fastest, 0), 1)
-        with_less = np.full(self._shape, np.inf)
-        with_less[1:] = least[:-1]
-        with_less[:, 1:] = np.minimum(with_less[:, 1:], least[:, :-1])
-        return winners[fastest < with_less]
+def _least_of_less(values: Any) -> Any:
+    """Return for each place of a matrix the least value at other places with no more of both numbers."""
+    least = np.minimum.accumulate(np.minimum.accumulate(values, 0), 1)
+    others = np.full_like(values, np.inf)
+    others[1:] = least[:-1]
+    others[:, 1:] = np.minimum(others[:, 1:], least[:, :-1])
+    return others

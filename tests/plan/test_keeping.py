@@ -1,0 +1,198 @@
+"""Plans of what units keep between forward and backward, against all combinations and a walk of the bytes."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from zeroshard.plan.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
+
+
+def unit(forward: int, backward: int, saved: int, given: int, working: int, gather: int = 0) -> UnitCosts:
+    """A unit with four options, from the bytes that it saves and those of its input."""
+    again, with_input = forward + gather, working + given
+    options = (
+        Option(name="keep", held=saved, working=working),
+        Option(name="recompute", held=given, working=with_input, backward=again),
+        Option(name="offload", moved=saved, working=working),
+        Option(name="recompute, offload its input", moved=given, working=with_input, backward=again),
+    )
+    return UnitCosts(forward=forward, backward=backward, options=options)
+
+
+def draw(rng: random.Random, num_units: int) -> tuple[list[UnitCosts], int, Link]:
+    """Units, a budget and a link; all numbers are integers, so that a plan is exact."""
+    units = []
+    for _ in range(num_units):
+        saved, given = rng.randint(1, 9), rng.randint(0, 3)
+        forward, backward = rng.randint(1, 4), rng.randint(1, 8)
+        units.append(unit(forward, backward, saved, given, saved + rng.randint(0, 5), rng.choice((0, 0, 2))))
+    most = sum(one.options[0].held for one in units) + 6
+    return units, rng.randint(5, most), Link(to_host=rng.randint(1, 4), from_host=rng.randint(1, 4))
+
+
+def all_combinations(units: list[UnitCosts], budget: int, link: Link) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and peaks of all combinations of options, in the order of `itertools.product`."""
+    places = np.indices([len(one.options) for one in units]).reshape(len(units), -1)
+    held, waiting, peak, seconds = np.zeros((4, places.shape[1]))
+    for one, chosen in zip(units, places, strict=True):
+        rows = [(o.held, o.moved, o.working, o.forward, o.backward, link.beside(one, o)) for o in one.options]
+        holds, moved, working, forward, backward, beside = np.array(rows)[chosen].T
+        before = np.clip(held + waiting + working - budget, 0, waiting)
+        waiting -= before
+        peak = np.maximum(peak, held + waiting + working)
+        seconds += before / link.to_host + before / link.from_host
+        seconds += one.forward + forward + one.backward + backward
+        waiting += moved - np.minimum(waiting, beside)
+        held += holds
+    return seconds, peak
+
+
+def walk(plan: KeepingPlan, units: list[UnitCosts], budget: int, link: Link) -> None:
+    """Move the bytes of each unit over the link, first in first out, and check all that a plan promises."""
+    on_device = [0.0] * len(units)  # bytes that are to leave
+    gone: list[list[tuple[int, float]]] = []  # beside each forward, by unit
+    late: list[list[tuple[int, float]]] = []
+
+    def leave(num_bytes: float) -> list[tuple[int, float]]:
+        left = []
+        for number, there in enumerate(on_device):
+            part = min(there, num_bytes)
+            on_device[number] -= part
+            num_bytes -= part
+            left.append((number, part))
+        assert num_bytes < 1e-9, "bytes leave that are not there yet"
+        return left
+
+    def used(number: int) -> float:
+        return sum(option.held for option in plan.options[:number]) + sum(on_device[:number])
+
+    clock = 0.0
+    for number, (one, option) in enumerate(zip(units, plan.options, strict=True)):
+        late.append(leave(plan.before[number]))
+        clock += plan.before[number] / link.to_host
+        assert used(number) + option.working <= budget + 1e-9
+        gone.append(leave(plan.beside[number]))
+        assert plan.beside[number] / link.to_host <= one.forward + option.forward + 1e-9
+        clock += one.forward + option.forward
+        on_device[number] = option.moved
+    for number, (one, option) in reversed(list(enumerate(zip(units, plan.options, strict=True)))):
+        assert on_device[number] == pytest.approx(option.moved), "a backward begins before its bytes are back"
+        on_device[number] = 0
+        for source, part in gone[number]:
+            on_device[source] += part
+        assert used(number) + option.working <= budget + 1e-9
+        assert plan.beside[number] / link.from_host <= one.backward + option.backward + 1e-9
+        clock += one.backward + option.backward + plan.before[number] / link.from_host
+        for source, part in late[number]:
+            on_device[source] += part
+        assert used(number) <= budget + 1e-9
+    assert plan.seconds == pytest.approx(clock)
+    assert plan.peak <= budget
+
+
+def test_a_plan_is_the_fastest_of_all_combinations() -> None:
+    rng, num_impossible = random.Random(43), 0
+    for number in range(300):
+        units, budget, link = draw(rng, 1 + number % 8 if number < 24 else rng.randint(1, 6))
+        seconds, peaks = all_combinations(units, budget, link)
+        possible = peaks <= budget
+        if possible.any():
+            plan = choose_keeping(units, budget, link)
+            assert plan.seconds == pytest.approx(seconds[possible].min()), (number, budget)
+            walk(plan, units, budget, link)
+        else:
+            num_impossible += 1
+            with pytest.raises(ValueError, match=r"at least \d+ bytes for activations") as refused:
+                choose_keeping(units, budget, link)
+            least = int(str(refused.value).split()[7])
+            choose_keeping(units, least, link)
+            assert all_combinations(units, least - 1, link)[1].min() > least - 1
+    assert 30 < num_impossible < 150
+
+
+def test_the_simulator_gives_each_combination_its_seconds_and_its_peak() -> None:
+    rng = random.Random(7)
+    for num_units in (1, 2, 3, 4) * 3:
+        units, budget, link = draw(rng, num_units)
+        seconds, peaks = all_combinations(units, budget, link)
+        plans = [simulate(units, options, budget, link) for options in product(*(u.options for u in units))]
+        assert [plan.seconds for plan in plans] == pytest.approx(seconds)
+        assert [plan.peak for plan in plans] == list(np.ceil(peaks))
+
+
+def test_an_example_by_hand() -> None:
+    # Four equal units; each saves 4 bytes, of which one leaves beside a forward, and its input has 1 byte.
+    units, link = [unit(1, 2, 4, 1, 4)] * 4, Link(to_host=1.0, from_host=2.0)
+    keep, recompute, offload, _ = units[0].options
+    # In front of F2 there are 4 bytes that wait, and 4 more are needed: one byte leaves first, in 1 s, and
+    # comes back after B2, in 0.5 s. One more leaves beside F2: 2 + 4 + 4 bytes in front of F3, 3 too many.
+    plan = simulate(units, (offload, offload, keep, keep), 7, link)
+    assert plan.before == (0, 1, 3, 2)
+    assert plan.beside == (0, 1, 1, 0)
+    assert plan.seconds == 12 + 6 * 1.5
+    assert plan.peak == 8  # held by the third unit and needed by the fourth one: no waiting helps
+    # In front of F4 there are 1 and 4 bytes that are held, and 4 - 1 - 1 that wait.
+    plan = simulate(units, (offload, recompute, keep, keep), 11, link)
+    assert (plan.before, plan.beside) == ((0, 0, 0, 0), (0, 1, 1, 1))
+    assert (plan.seconds, plan.peak) == (13, 11)
+    assert choose_keeping(units, 16, link).options == (keep,) * 4
+    assert choose_keeping(units, 14, link).options == (offload, keep, keep, keep)
+    assert choose_keeping(units, 14, link).seconds == 12
+    assert choose_keeping(units, 13, link).seconds == 13  # one is recomputed: a byte takes 1.5 s
+
+
+def test_with_room_for_all_nothing_is_moved() -> None:
+    units = [unit(1, 2, 4, 1, 6)] * 20
+    plan = choose_keeping(units, 20 * 4 + 2, Link(to_host=1e9, from_host=1e9))
+    assert {option.name for option in plan.options} == {"keep"}
+    assert (plan.seconds, plan.peak, sum(plan.before), sum(plan.beside)) == (60, 82, 0, 0)
+
+
+def test_sizes_of_real_models_are_within_the_budget_and_near_the_best() -> None:
+    rng = random.Random(2)
+    link = Link(to_host=50e9, from_host=40e9)
+    for _ in range(10):
+        units = []
+        for _ in range(6):
+            scale = rng.uniform(0.7, 1.4)
+            given, saved = round(67e6 * scale), round(1.1e9 * scale)
+            one = unit(1, 2, saved, given, round(1.4e9 * scale))
+            options = (
+                Option(
+                    name=o.name, held=o.held, moved=o.moved, working=o.working, backward=o.backward * 5.5e-3
+                )
+                for o in one.options
+            )
+            units.append(UnitCosts(forward=5.5e-3 * scale, backward=11e-3 * scale, options=tuple(options)))
+        budget = round(rng.uniform(2.2e9, 6e9))
+        plan = choose_keeping(units, budget, link)
+        walk(plan, units, budget, link)
+        seconds, peaks = all_combinations(units, budget, link)
+        best = seconds[peaks <= budget].min()
+        assert best * (1 - 1e-9) <= plan.seconds <= best * 1.001
+
+
+def test_a_plan_of_many_units_uses_its_budget_and_is_faster_with_more() -> None:
+    rng = random.Random(3)
+    units = [
+        unit(rng.randint(50, 70), rng.randint(90, 150), rng.randint(900, 1300), 70, 1500) for _ in range(96)
+    ]
+    link = Link(to_host=5.0, from_host=5.0)
+    plans = [
+        choose_keeping(units, budget, link, num_slots=200) for budget in (12_000, 25_000, 50_000, 100_000)
+    ]
+    for plan, budget in zip(plans, (12_000, 25_000, 50_000, 100_000), strict=True):
+        walk(plan, units, budget, link)
+        assert plan.peak >= 0.97 * budget
+    assert all(less.seconds > more.seconds for less, more in pairwise(plans))
+    base = sum(one.forward + one.backward for one in units)
+    assert plans[2].seconds < 1.1 * base  # at less than half of the bytes; recomputing all takes 1.33
+
+
+def test_an_option_cannot_leave_more_behind_than_its_unit_needs() -> None:
+    with pytest.raises(ValueError, match="option 'offload': expected working to be at least held"):
+        Option(name="offload", moved=3, working=2)
