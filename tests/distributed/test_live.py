@@ -148,7 +148,7 @@ def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks():
 
     name, whole = "blocks.0.0.weight", torch.zeros(90, 7)
     before = engine.full_parameter(name).clone()
-    refused(f"got 'blocks.0.0.wieght'; close: '{name}'", engine.full_parameter, "blocks.0.0.wieght")
+    refused("got 'blocks.0.0.wieght'", engine.full_parameter, "blocks.0.0.wieght")
     refused("got None", engine.full_gradient, None)
     one_name = f"expected one name on all ranks, got ['blocks.1.0.weight', '{name}']"
     refused(one_name, engine.full_parameter, name if rank else "blocks.1.0.weight")

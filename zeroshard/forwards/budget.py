@@ -1,7 +1,7 @@
 """What units keep for their backward, chosen in training so that a step stays within a budget of memory.
 
     steps 1 and 2     all units recompute, but one of each kind keeps all, and is measured: seconds, bytes
-    before step 3     the plan of `plan/keeping.py`, with what the peak of the device leaves to activations
+    before step 3     the plan of `keeping.py`, with what the peak of the device leaves to activations
     before 4 and 5    the plan again, with the peak of the step before
     a larger batch    begins anew
 
@@ -27,11 +27,11 @@ from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards import activations
 from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
+from zeroshard.forwards.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.warn import warn_user
-from zeroshard.plan.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
 from zeroshard.tables import format_bytes
@@ -77,19 +77,30 @@ class _Kind:
         self.seconds.clear()
         self.watch.read()
 
-    def costs(self, *, may_offload: bool) -> UnitCosts:
-        """What the plan needs to know; the backward takes twice as long as the forward."""
+    def costs(self, link: Link | None) -> UnitCosts:
+        """What the plan needs to know; the backward takes twice as long as the forward.
+
+        Args:
+            link: the link to the host, if activations may go there. Compute waits for the copies of a unit
+                beside the next one, so what a forward or backward leaves of their time is lost.
+        """
         forward, saved, inputs = min(self.seconds, default=0.0), self.saved, self.inputs
         options = [
             Option(name=_KEEP, held=saved, working=saved),
             Option(name=_RECOMPUTE, held=inputs, working=saved, backward=forward),
         ]
-        if may_offload:
-            moved, left = self.moved, saved - self.moved
-            options += [
-                Option(name=_OFFLOAD, held=left, moved=moved, working=saved),
-                Option(name=_OFFLOAD_INPUT, moved=inputs, working=saved, backward=forward),
-            ]
+        if link is not None:
+            for name, moved, again in ((_OFFLOAD, self.moved, 0.0), (_OFFLOAD_INPUT, inputs, forward)):
+                options.append(
+                    Option(
+                        name=name,
+                        held=0 if again else saved - moved,
+                        moved=moved,
+                        working=saved,
+                        forward=max(0.0, moved / link.to_host - forward),
+                        backward=again + max(0.0, moved / link.from_host - 2 * forward),
+                    )
+                )
         return UnitCosts(forward=forward, backward=2 * forward, options=tuple(options))
 
 
@@ -109,7 +120,7 @@ class Budget:
     def __init__(self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int) -> None:
         self._context, self._state, self._device = context, context.state, context.device
         self.num_bytes = num_bytes
-        self._link = _NO_LINK
+        self._link: Link | None = None
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
         if streams.has_streams(self._device):
@@ -221,19 +232,20 @@ class Budget:
     def _plan(self) -> None:
         if self._moving is not None and self._steps == PROBED:
             self._link = measure_link(self._context)
-        costs = [kind.costs(may_offload=self._moving is not None) for kind in self._kinds]
+        costs = [kind.costs(self._link) for kind in self._kinds]
+        link = self._link or _NO_LINK
         taken = [
             next(option for option in unit.options if option.name == name)
             for unit, name in zip(costs, self.names, strict=True)
         ]
-        before = simulate(costs, taken, self.num_bytes, self._link).peak
+        before = simulate(costs, taken, self.num_bytes, link).peak
         beside = self.take_peak() - (before if self._device.type != "cpu" else 0)
         room = self.num_bytes - beside
         try:
-            self.plan = choose_keeping(costs, room, self._link)
+            self.plan = choose_keeping(costs, room, link)
         except ValueError:
             least = [min(unit.options, key=lambda option: option.held + option.moved) for unit in costs]
-            self.plan = simulate(costs, least, room, self._link)
+            self.plan = simulate(costs, least, room, link)
             if self._steps == PROBED:
                 warn_user(
                     f"memory_budget: {format_bytes(self.num_bytes)} are not enough for this batch: all else "

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from zeroshard.plan.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
+from zeroshard.forwards.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
 
 
 def unit(forward: int, backward: int, saved: int, given: int, working: int, gather: int = 0) -> UnitCosts:

@@ -2,7 +2,7 @@
 
 A unit may keep what its backward needs, compute it again, or send it to the host and back. With a budget the
 best choice differs from unit to unit: `choose_keeping` finds the choices of the fastest step. A caller needs
-no more than hooks around units to carry it out; `plan/rotor.py` needs the loop over the units, too.
+no more than hooks around units to carry it out.
 
     compute      | F1 | F2 | F3 |:::| F4 | B4 |:::| B3    | B2    | B1    |    ::: waits for the link
     to host           | 1  | 1 2| 2 |                                          saved in 1, in 2
