@@ -129,8 +129,9 @@ def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
 
 
-def test_a_copy_has_the_values_of_its_model():
-    plain, deferred = both(Inits)
+@pytest.mark.parametrize("make", [Layers, Inits, Buffers])
+def test_a_copy_has_the_values_of_its_model(make):
+    plain, deferred = both(make)
     twin = copy.deepcopy(deferred)
     with zeroshard.deferred_init(), torch.no_grad():
         for parameter in deferred.parameters():
