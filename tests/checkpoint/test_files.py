@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,28 @@ def test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before(tmp_p
     assert len(found) > 8
     assert found == sorted(found, key=[before, "new"].index)
     assert set(found) == {before, "new"}
+
+
+@pytest.mark.long
+def test_a_crash_after_a_crash_still_leaves_a_checkpoint(tmp_path):
+    folder, folders = tmp_path, itertools.count()
+
+    def save_old():
+        nonlocal folder
+        folder = tmp_path / str(next(folders))
+        Save(folder, "a", "old")()
+
+    for number in crashes(lambda: Save(folder, "a", "new")(), save_old):
+
+        def save_and_crash(number=number):
+            save_old()
+            with pytest.MonkeyPatch.context() as patch, suppress(CrashError):
+                intercept(patch, stop_before(number, CrashError()))
+                Save(folder, "a", "new")()
+
+        for _ in crashes(lambda: Save(folder, "a", "newer")(), save_and_crash):
+            assert read(find(folder)) in ("old", "new", "newer")
+            visible(folder)
 
 
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["same tag", "new tag"])
@@ -285,6 +308,18 @@ def test_a_directory_of_such_a_name_that_holds_no_checkpoint_is_left_alone(tmp_p
         assert read(find(tmp_path, "run")) == content
     Save(tmp_path, "other", "last", keep_last=1)()
     assert (tmp_path / "run.0" / "notes").read_text() == "the user's"
+
+
+def test_a_link_in_the_place_of_the_directory_is_followed_and_a_save_leaves_its_target_alone(tmp_path):
+    folder = tmp_path / "folder"
+    Save(folder, "a", "content")()
+    (folder / "a.0").rename(tmp_path / "elsewhere")
+    (folder / "a.0").symlink_to(tmp_path / "elsewhere")
+    assert read(find(folder, "a")) == "content"
+    Save(folder, "a", "next")()
+    assert read(find(folder)) == "next"
+    assert not hidden(folder)
+    assert read(tmp_path / "elsewhere") == "content"
 
 
 def test_a_save_that_meets_the_file_of_another_tag_in_its_place_leaves_that_alone(tmp_path):

@@ -19,10 +19,10 @@ HYBRID = {"stage": 3, "shard_group_size": 2}
 OPTIMIZERS = {
     "AdamW": adamw,
     "AdEMAMix8bit": lambda model: optim.AdEMAMix8bit(
-        model.parameters(), lr=1e-2, t_alpha=5, t_beta3=5, min_8bit_size=700
+        model.parameters(), lr=1e-2, t_alpha=5, t_beta3=5, min_8bit_size=0
     ),
 }
-"""The second one quantizes the states of three parameters, of 740, 1300 and 740 elements."""
+"""The second one quantizes all states, also of parameters of one element and of none."""
 
 
 def begin(config, kind, seed=0, dropout=0.0):
@@ -103,7 +103,7 @@ def test_what_two_ranks_saved_goes_on_at_another_number_of_ranks_and_comes_back(
 def test_torch_reads_codes_in_the_shape_of_the_parameter_and_scales_in_one_dimension(saved):
     folder, stop, _ = saved("AdEMAMix8bit")
     shapes = {name: p.shape for name, p in build().named_parameters()}
-    for fqn in ("mix", "tokens.weight"):
+    for fqn in ("mix", "gain", "empty", "tokens.weight"):
         got = {
             f"optimizer/{fqn}/exp_avg_slow": torch.zeros(shapes[fqn], dtype=torch.uint8),
             f"optimizer/{fqn}/exp_avg_slow_absmax": torch.full(((shapes[fqn].numel() + 255) // 256,), 7.0),

@@ -154,6 +154,26 @@ def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
     assert len(again) == 6
 
 
+def test_the_end_of_an_older_iteration_is_not_that_of_the_newest():
+    given = GivenLoader([torch.zeros(1)] * 2, CPU)
+    older = iter(given)
+    next(older)
+    newer = iter(given)
+    next(newer)
+    assert len(list(older)) == 1
+    assert not given._place.is_over
+    assert len(list(newer)) == 1
+    assert given._place.is_over
+
+
+def test_a_loop_that_leaves_an_epoch_early_begins_the_next_one():
+    given = GivenLoader(with_sampler(stateful), CPU)
+    epochs = [[batch.flatten().tolist() for batch in itertools.islice(given, 2)] for _ in range(2)]
+    assert given.num_epochs == 2
+    whole = GivenLoader(with_sampler(stateful), CPU)
+    assert epochs == [[batch.flatten().tolist() for batch in whole][:2] for _ in range(2)]
+
+
 def test_another_length_begins_the_next_epoch_with_a_warning():
     first = GivenLoader(with_sampler(stateful), CPU)
     run(first, 2)
@@ -335,3 +355,20 @@ def test_a_dataset_that_has_grown_has_all_its_samples_in_the_next_epoch():
     data.length = 8
     assert len(list(loader)) == 4
     assert (loader.state_dict()["position"], loader.state_dict()["num_samples"]) == (8, 8)
+
+
+def test_a_stateful_loader_goes_on_between_two_epochs():
+    def loader():
+        return stateful(Numbers(11), batch_size=2, shuffle=True)
+
+    torch.manual_seed(7)
+    whole = GivenLoader(loader(), CPU)
+    epochs = [[batch.flatten().tolist() for batch in whole] for _ in range(4)]
+    torch.manual_seed(7)
+    first = GivenLoader(loader(), CPU)
+    assert [[batch.flatten().tolist() for batch in first] for _ in range(2)] == epochs[:2]
+    state, random = first.state_dict(), torch.get_rng_state()
+    resumed = GivenLoader(loader(), CPU)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert [[batch.flatten().tolist() for batch in resumed] for _ in range(2)] == epochs[2:]

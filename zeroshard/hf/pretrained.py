@@ -167,7 +167,7 @@ def build_skeleton(path: Path) -> nn.Module:
             if (how := getattr(config, "quantization_config", None)) is not None:
                 quantize(model, read_quantization(file, how))
     except ImportError as error:
-        raise ImportError(f"'{file}': {error}: pip install zeroshard[hf,eightbit]") from None
+        raise ImportError(f"'{file}': {error}: pip install zeroshard[hf] zeroshard[eightbit]") from None
     except Exception as error:  # whatever the file makes it raise
         raise ValueError(f"'{file}': transformers builds no model of it: {error}") from None
     return model
