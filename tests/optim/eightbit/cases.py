@@ -54,12 +54,15 @@ def gradients(shape, num_steps, seed=0, zeros=slice(256, 512)):
 
 
 def hard_gradients(size, dtype):
-    """Four of them, with a block of denormals; the last two have nan, infinity and huge numbers, too."""
+    """Four of them, with a block of denormals; the last two have nan, infinity and huge numbers, too.
+
+    The last number, the largest of its block, turns: so the block has smaller states after the second step.
+    """
     for step, g in enumerate(gradients((size,), 4, seed=1, zeros=slice(512, 768))):
         g[256:512] *= 1e-40
         if step >= 2:
             g[800:1024:100], g[1100:1200:50], g[1700:1710] = float("nan"), -float("inf"), 1e38
-            g[-1:] = float("nan") if step == 3 else 1.0
+        g[-1:] = (2.0, -2.0, 1.0, float("nan"))[step]
         yield g.to(dtype)
 
 
