@@ -37,9 +37,6 @@ from tests.ranks import on_ranks
 NUM_STEPS, K = 3, 3
 
 
-# -------------------------------------------------------------------------------------- gradients on the way
-
-
 def in_one_backward(model, numbers, scale):
     """DDP's gradients of several batches: forward and backward of each, the last one synchronized."""
     replica = replicate(model)
@@ -83,9 +80,6 @@ def test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step():
             optimizer.step()
             found[stage, name] = max(distances(seen, want).values())
     assert max(found.values()) <= 1e-6, found
-
-
-# -------------------------------------------------------------------------------------------------- zero_grad
 
 
 @on_ranks(2)

@@ -126,9 +126,6 @@ def test_the_norm_is_that_of_the_accumulated_gradients():
     assert norms == pytest.approx([want] * len(norms), rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- other norms
-
-
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_may_be_an_error_that_names_the_parameter():
     engine, _ = start(small_gpt())

@@ -92,9 +92,6 @@ def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale():
     return differences("told", *runs)
 
 
-# ---------------------------------------------------------------------------------------------- overflow
-
-
 @on_ranks(2)
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all():
     """A run with a bad batch on one rank, compared with one that never had it."""
@@ -152,9 +149,6 @@ def test_an_overflow_that_no_lower_scale_can_cure_is_warned_of_or_an_error(scale
         assert (len(said), engine.skipped_steps, engine.loss_scale) == (num_warnings, num_skipped, least)
         assert all(f"the loss scale {least:g} is not lowered" in text for text in said)
         assert ("nothing was raised" if said else "the gradient norm is nan") in error
-
-
-# ------------------------------------------------------------------------------------- the plain way
 
 
 @pytest.mark.parametrize("config", [half(1024), {"nonfinite": "skip"}], ids=["float16", "skip"])

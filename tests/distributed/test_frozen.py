@@ -29,8 +29,6 @@ from tests.distributed.training import (
 from tests.ranks import on_ranks
 from zeroshard.optim import Muon, muon_groups
 
-# ------------------------------------------------------------------------------------- memory and traffic
-
 
 @on_ranks(2)
 def test_frozen_units_before_all_that_is_trained_are_not_gathered_for_backward():
@@ -48,9 +46,6 @@ def test_frozen_units_before_all_that_is_trained_are_not_gathered_for_backward()
     want = sum(size.values()) + size["blocks.1"]
     assert kept == ["", "blocks.2"]
     assert sent == want
-
-
-# ------------------------------------------------------------------------------- frozen and trained by turns
 
 
 def turn(net, number):

@@ -49,9 +49,6 @@ def test_methods_that_cannot_be_registered_are_refused_by_name():
         engine.generate()
 
 
-# ---------------------------------------------------------------------------------------------- generate
-
-
 @on_ranks(2, timeout=120)
 def test_ranks_generate_different_lengths_as_plain_pytorch_does():
     model = build("tied transformers Llama")

@@ -87,7 +87,7 @@ def test_steps_on_one_rank_equal_those_of_plain_pytorch_to_the_bit():
     found = []
     for kind, optimizer in (("tied GPT", "AdamW"), ("Llama", "fused AdamW"), ("Llama", "SGD")):
         found += [f"{kind}: {line}" for line in same_as_replicated(build(kind), optimizer, 3)]
-    return found
+    return found + MODULES["and have units inside"].differences()
 
 
 # --------------------------------------------------------------------------------------------- optimizers
@@ -240,12 +240,12 @@ def edited_loss(model, number):
     return first + square_loss(model, number)
 
 
-SEVERAL_UNITS = {"units": ["CallsItself", "Holds", "Linear"], "averages": True}
+UNITS_INSIDE = {"units": ["CallsItself", "Holds", "Linear"]}
 METHODS = {"methods": ("encode", "decode", "through_forward"), "averages": True}
 MODULES = {
     "lists and dicts of parameters": Case(make=lambda: nn.Sequential(ListAndDict(), ListAndDict())),
     "units that call themselves": Case(make=nested, options={"units": ["CallsItself", "Holds"]}),
-    "and have units inside": Case(make=nested, options=SEVERAL_UNITS | {"averages": False}),
+    "and have units inside": Case(make=nested, options=UNITS_INSIDE),
     "ranks run other parts of a list": Case(make=Softmax, loss=softmax_loss, options={"find_unused": True}),
     "registered methods": Case(make=lambda: Methods(2), loss=loss_by_methods, options=METHODS),
     "an optimizer over a part": Case(make=lambda: tiny(3), optimizer=over_blocks),

@@ -26,9 +26,6 @@ from zeroshard import Config, Precision
 BF16 = {"param_dtype": "bf16"}
 
 
-# ------------------------------------------------------------------------------------------------ dtypes
-
-
 class Probe(nn.Module):
     """Notes the dtypes that its forward sees."""
 
@@ -84,9 +81,6 @@ def test_float_inputs_and_outputs_are_cast_and_buffers_and_main_parameters_are_n
     assert torch.equal(model.table, torch.full((7,), 1 / 3))
 
 
-# ------------------------------------------------------------------------------------ models of other dtypes
-
-
 @on_ranks(2)
 def test_micro_batches_are_added_in_fp32_and_rounded_once_on_the_wire():
     compute = small_gpt()
@@ -123,9 +117,6 @@ def test_a_batch_norm_that_is_a_unit_gets_its_inputs_as_they_are():
 
 def bf16(overrides, **options):
     return {"precision": {"param_dtype": "bf16", "overrides": overrides, **options}}
-
-
-# ------------------------------------------------------------------------------------------------ dtypes
 
 
 class Router(nn.Module):

@@ -195,9 +195,6 @@ def test_data_is_spread_and_losses_are_averaged_over_all_ranks():
     assert torch.equal(shown["weight"], torch.full((1, 4), 2.0)) if dist.get_rank() == 0 else not shown
 
 
-# ------------------------------------------------------------------- a second copy from forward to backward
-
-
 @on_ranks(4)
 def test_a_second_copy_is_never_stale():
     """Two forwards before a backward, evaluation between, a failed forward, no_sync."""
@@ -224,9 +221,6 @@ def test_a_second_copy_is_never_stale():
     got, at_rest = run(reshard_after_forward=2)
     found += [name for name in want if not torch.equal(want[name], got[name])]
     assert (found, at_rest) == ([], 0)
-
-
-# --------------------------------------------------------------------------------------------- bad input
 
 
 @on_ranks(4)

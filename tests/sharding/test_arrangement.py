@@ -65,9 +65,6 @@ def test_tensor_data_and_pipeline_groups_of_every_small_mesh_are_those_of_megatr
         assert (a.groups(TP), a.groups(*DATA), a.groups(PP)) == (tensor, data, pipeline), a
 
 
-# ---------------------------------------------------------------------------------------------- errors
-
-
 def refusal(function, *args):
     with pytest.raises(ValueError, match=r"\w") as caught:
         function(*args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -103,33 +104,32 @@ class Named(nn.Parameter):
     """One with a name of its own and nothing else."""
 
 
+WEIGHT = nn.Parameter(torch.ones(4, 4))
+
+
 def two_layers():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
+def with_weights(first, second):
+    model = two_layers()
+    model[0].weight, model[1].weight = first, second
+    return model
+
+
 def same_data():
-    model = two_layers()
-    model[1].weight = nn.Parameter(model[0].weight.data)
-    return model
+    table = torch.randn(4, 4)
+    return with_weights(nn.Parameter(table), nn.Parameter(table))
 
 
-def rows_of_one():
-    model = two_layers()
-    table = torch.randn(6, 4)
-    model[0].weight, model[1].weight = nn.Parameter(table[:4]), nn.Parameter(table[2:])
-    return model
+def of_one_table(rows, columns, first, second):
+    table = torch.randn(rows, columns)
+    return with_weights(nn.Parameter(table[first].view(4, 4)), nn.Parameter(table[second].view(4, 4)))
 
 
 def other_dtype():
     model = two_layers()
     model[1].bias = nn.Parameter(model[0].weight.data.view(torch.bfloat16).flatten()[:4])
-    return model
-
-
-def columns_of_one():
-    model = two_layers()
-    table = torch.randn(4, 8)
-    model[0].weight, model[1].weight = nn.Parameter(table[:, :4]), nn.Parameter(table[:, 4:])
     return model
 
 
@@ -143,13 +143,23 @@ def buffer_of_a_parameter():
     ("make", "names"),
     [
         (same_data, "parameter '0.weight' and parameter '1.weight' share memory .*b.weight = a.weight"),
-        (rows_of_one, "parameter '0.weight' and parameter '1.weight' share memory .*clone"),
-        (columns_of_one, "parameter '0.weight' and parameter '1.weight' share memory .*clone"),
+        (
+            partial(of_one_table, 6, 4, slice(4), slice(2, 6)),
+            "parameter '0.weight' and parameter '1.weight' share memory .*clone",
+        ),
+        (
+            partial(of_one_table, 4, 8, (slice(4), slice(4)), (slice(4), slice(4, 8))),
+            "parameter '0.weight' and parameter '1.weight' share memory .*clone",
+        ),
         (other_dtype, "parameter '0.weight' and parameter '1.bias' share memory"),
         (buffer_of_a_parameter, "parameter '0.weight' and buffer '1.first' share memory .*in forward"),
+        (
+            lambda: with_weights(WEIGHT, Logged(torch.randn(4, 4))),
+            r"parameter '1\.weight' is a Logged .*expected a torch\.nn\.Parameter",
+        ),
     ],
 )
-def test_parameters_that_share_memory_are_refused_by_both_names(make, names):
+def test_parameters_that_share_memory_or_have_operations_of_their_own_are_refused_by_name(make, names):
     with pytest.raises(ValueError, match=names):
         find_units(make(), None)
 
@@ -163,19 +173,6 @@ def test_memory_is_shared_also_without_values_and_where_one_is_frozen(context):
         find_units(model, None)
 
 
-def tied():
-    model = two_layers()
-    model[1].weight = model[0].weight
-    return model
-
-
-def parts_of_one():
-    model = two_layers()
-    flat = torch.randn(32)
-    model[0].weight, model[1].weight = nn.Parameter(flat[:16].view(4, 4)), nn.Parameter(flat[16:].view(4, 4))
-    return model
-
-
 def shared_buffers():
     model = two_layers()
     table = torch.randn(4)
@@ -184,25 +181,19 @@ def shared_buffers():
     return model
 
 
-def named():
-    model = two_layers()
-    model[0].weight = Named(torch.randn(4, 4))
-    return model
-
-
-@pytest.mark.parametrize("make", [tied, parts_of_one, shared_buffers, named, nn.Sequential])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_weights(WEIGHT, WEIGHT),
+        partial(of_one_table, 2, 16, 0, 1),
+        shared_buffers,
+        lambda: with_weights(WEIGHT, Named(torch.randn(4, 4))),
+        nn.Sequential,
+    ],
+)
 def test_what_only_looks_like_it_is_accepted(make):
     find_units(make(), None)
     find_units(same_data().requires_grad_(False), None)
-
-
-def test_a_parameter_of_a_class_with_operations_of_its_own_is_refused_by_name():
-    model = two_layers()
-    model[1].weight = Logged(torch.randn(4, 4))
-    with pytest.raises(
-        ValueError, match=r"parameter '1\.weight' is a Logged .*expected a torch\.nn\.Parameter"
-    ):
-        find_units(model, None)
 
 
 @pytest.mark.parametrize(

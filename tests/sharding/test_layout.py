@@ -23,9 +23,6 @@ def elements(span):
     return set(range(span.start, span.stop))
 
 
-# ------------------------------------------------------------------------------------------- ownership
-
-
 @given(LAYOUTS)
 @example(Layout((), 3))
 @example(Layout((1,), 4096))
@@ -89,9 +86,6 @@ def test_gaps_are_exactly_what_no_parameter_covers(sizes, num_ranks):
     assert list(layout.gaps) == sorted(layout.gaps, key=lambda gap: gap.start)
 
 
-# -------------------------------------------------------------------------------------------- examples
-
-
 def test_the_drawing_of_two_parameters_over_two_ranks_is_as_drawn():
     layout = Layout((600, 200), 2)
     assert layout.offsets == (0, 768)
@@ -100,9 +94,6 @@ def test_the_drawing_of_two_parameters_over_two_ranks_is_as_drawn():
     assert layout.owned(1, 0).size == 0
     assert layout.owned(1, 1) == Span(0, 200)
     assert layout.gaps == (Span(600, 768), Span(968, 1024))
-
-
-# ------------------------------------------------------------------------------------- spans and errors
 
 
 @given(SPANS, SPANS)

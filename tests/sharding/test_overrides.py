@@ -99,9 +99,6 @@ def test_a_unit_gets_one_buffer_more_for_each_dtype():
     assert all(len(group(spec.originals, policy)) == 1 for spec in same if spec.originals)
 
 
-# ------------------------------------------------------------------------------------------- the config
-
-
 def test_a_config_keeps_the_order_and_is_written_as_a_dict():
     config = Config.from_dict(
         {"precision": {"param_dtype": "bf16", "overrides": {"b": "fp32", "a*": "fp64"}}}

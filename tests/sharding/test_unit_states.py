@@ -80,9 +80,6 @@ def storage_bytes(unit):
     return unit.buffers[0].full.untyped_storage().nbytes()
 
 
-# ------------------------------------------------------------------------------------------------ moves
-
-
 def test_the_padding_of_packed_gradients_is_zero(freed):
     sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
@@ -91,9 +88,6 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
         flat = gradients._take(torch.float32)
     assert gradients.buffer.layout.gaps
     assert not any(flat[gap.slice].any() for gap in gradients.buffer.layout.gaps)
-
-
-# ------------------------------------------------------------------------------------- freed and refilled
 
 
 def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after_every_refill(freed):
