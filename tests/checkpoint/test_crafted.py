@@ -72,6 +72,7 @@ PLACES = {"file outside": list_outside} | puts(
         **{f"{WEIGHT}/boxes/1/{column}": (-1, 1 << 40, 1 << 70, 0.5, True) for column in range(6)},
         f"{WEIGHT}/shape": ([1 << 62, 1 << 62], [1] * 65, [-1, 3], [0.5, 2], [0, 0], [28, 26], None),
         f"{WEIGHT}/dtype": ("quint8", "bits8", "float64", "load", None),
+        f"{WEIGHT}/boxes/1/0": (-1, 1 << 40, 0),  # the box before it begins at 0, too
         f"{WEIGHT}/boxes": ([], None, [[]], [3], {}, [[0] * 6] * 3),
         f"{WEIGHT}/boxes/1": ([0] * 5, DROP),
         WEIGHT: (DROP,),

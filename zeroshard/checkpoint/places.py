@@ -205,8 +205,7 @@ def check_places(tensors: Mapping[str, StoredTensor], num_bytes: Mapping[str, in
         num_bytes: the size of each file.
 
     Raises:
-        ValueError, OverflowError: the boxes of a tensor have not as many elements as it has, or are not
-            inside of it, or not inside of files in the list. A read finds elements that are in two of them.
+        ValueError, OverflowError: the boxes do not tile a tensor, or are not inside of files in the list.
     """
     for name, tensor in tensors.items():
         n = len(tensor.shape)
@@ -215,7 +214,11 @@ def check_places(tensors: Mapping[str, StoredTensor], num_bytes: Mapping[str, in
         is_inside = offsets.min(initial=0) >= 0 and sizes.min(initial=0) >= 0
         is_inside = is_inside and bool((sizes <= np.array(tensor.shape, dtype=np.int64) - offsets).all())
         numels = sizes.prod(axis=1)
-        if not is_inside or numels.sum() != math.prod(tensor.shape):
+        meets = np.ones((len(table),) * 2, dtype=bool)  # which boxes share elements; each does with itself
+        for first, last in zip(offsets.T, (offsets + sizes).T, strict=True):
+            meets &= np.minimum.outer(last, last) > np.maximum.outer(first, first)
+        is_tiled = numels.sum() == math.prod(tensor.shape) and meets.sum() == (numels > 0).sum()
+        if not (is_inside and is_tiled):
             raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
         for rank in np.unique(ranks).tolist():
             own, size = ranks == rank, num_bytes.get(file_of(rank), 0)
