@@ -47,7 +47,7 @@ _LINK_BYTES = 1 << 26
 
 
 @dataclass(slots=True)
-class _Kind:
+class _Measured:
     """Units of one class with parameters of the same sizes; the first of them is measured."""
 
     watch: Stopwatch
@@ -139,15 +139,15 @@ class Budget:
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
             )
-        self._measured_kinds: dict[Any, _Kind] = {}
-        self._kinds: list[_Kind] = []
+        self._measured_kinds: dict[Any, _Measured] = {}
+        self._kinds: list[_Measured] = []
         """Of each unit."""
         self._firsts: set[int] = set()
         """The units that are measured."""
         for number, module in enumerate(modules):
             key = type(module), tuple(p.shape for p in module.parameters())
             if key not in self._measured_kinds:
-                self._measured_kinds[key] = _Kind(Stopwatch(self._device))
+                self._measured_kinds[key] = _Measured(Stopwatch(self._device))
                 self._firsts.add(number)
             self._kinds.append(self._measured_kinds[key])
             own = [units[0], by_module[module]]
