@@ -25,9 +25,18 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def build():
+class Blocks(nn.Sequential):
+    """Calls its blocks by itself: a choice for each of them is all that can be carried out."""
+
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
+def build(kind=Blocks, num=BLOCKS):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+    return kind(*[Block() for _ in range(num)])
 
 
 KEPT, INPUTS = ROWS * (WIDTH + 4 * WIDTH) * 4, ROWS * WIDTH * 4
@@ -154,6 +163,36 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, num_ranks, conf
     kind, steps = kind_of("Llama"), PLANNED + 1
     found = ranks(num_ranks, divided, {**config, "recompute": "auto"}, adamw, kind=kind, steps=steps)
     compare(found, plain(adamw, kind=kind, steps=steps), losses=1e-6, norms=1e-5, values=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_sequential_recomputes_runs_in_runs_where_that_is_less(stage):
+    """Of 16 blocks the inputs alone would take more than the budget."""
+    num, states = 16, 16 * STATES // BLOCKS
+    room = 8 * INPUTS + 2 * KEPT
+    config = {"stage": stage, "recompute": "auto", "memory_budget": states + room}
+    engine = zeroshard.initialize(build(nn.Sequential, num), adamw, config).engine
+    losses = train(engine, PLANNED + 2)
+    budget = engine._runtime.budget
+    assert any(isinstance(inner, list) for part in budget.tree if isinstance(part, list) for inner in part)
+    assert losses == train(zeroshard.initialize(build(num=num), adamw, {"stage": stage}).engine, PLANNED + 2)
+    x, peak = batch(0), 0
+
+    class Peak(LiveBytes):
+        def __torch_dispatch__(self, *call):
+            nonlocal peak
+            result = super().__torch_dispatch__(*call)
+            peak = max(peak, self.now)
+            return result
+
+    with Peak([x, *engine.module.parameters()]) as live:
+        loss = engine(x).square().mean()
+        held = live.now
+        assert held < num * INPUTS
+        engine.backward(loss)
+    gradients = states // 4
+    assert peak - gradients < room
+    engine.close(restore=False)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@
 
 A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
-its backward in any case. The measured unit of a kind stands for all with the same class and parameters.
+its backward in any case. A Sequential whose parameters are not gathered may also recompute runs of units, and
+runs in runs, by Rotor's plan (`rotor.py`): nested checkpoints carry it out. The measured unit of a kind stands for all with the same class and parameters.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards import activations
 from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
 from zeroshard.forwards.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
+from zeroshard.forwards.rotor import StageCosts, Tree, plan_chain, tree_of
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.autograd import is_in_backward
@@ -59,10 +61,16 @@ class _Measured:
     """Those of its forwards."""
     moved: int = 0
     """The part of `saved` that may go to the host."""
+    output: int = 0
+    """The most bytes of its output."""
+    apart: int = 0
+    """The most bytes that it has saved besides its inputs and its output."""
     storages: dict[int, int] = field(default_factory=dict)
     """The bytes of what the last forward has saved, by storage."""
     given: set[int] = field(default_factory=set)
     """The storages of its inputs."""
+    made: dict[int, int] = field(default_factory=dict)
+    """The bytes of its output, by storage."""
 
     def add_up(self, shared: Collection[int]) -> None:
         """Add up the bytes of the last forward without those that several units have been given."""
@@ -70,10 +78,13 @@ class _Measured:
         self.saved = max(self.saved, sum(own.values()))
         self.inputs = max(self.inputs, sum(num for key, num in own.items() if key in self.given))
         self.moved = max(self.moved, sum(num for num in own.values() if num >= activations.LEAST_BYTES))
+        self.output = max(self.output, sum(self.made.values()))
+        others = own.keys() - self.given - self.made.keys()
+        self.apart = max(self.apart, sum(own[key] for key in others))
 
     def reset(self) -> None:
         """Forget what was measured."""
-        self.saved = self.inputs = self.moved = 0
+        self.saved = self.inputs = self.moved = self.output = self.apart = 0
         self.seconds.clear()
         self.watch.read()
 
@@ -102,6 +113,12 @@ class _Measured:
                     )
                 )
         return UnitCosts(forward=forward, backward=2 * forward, options=tuple(options))
+
+    @property
+    def stage(self) -> StageCosts:
+        """What the plan of a chain needs to know."""
+        forward, saved = min(self.seconds, default=0.0), self.apart + self.output
+        return StageCosts(forward=forward, backward=2 * forward, output=self.output, saved=saved)
 
 
 class Budget:
@@ -154,6 +171,16 @@ class Budget:
             changes.around(module, _RECOMPUTE, functools.partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice comes last."""
+        root = units[0].module
+        owns_loop = type(root).forward is nn.Sequential.forward and list(root.children()) == modules
+        self._is_chain = owns_loop and all(unit.is_resident for unit in units)
+        """True if the units are the stages of a chain, which may be computed again in runs, and runs in runs:
+        a Sequential whose parameters are not gathered, as a run would gather all of its units together."""
+        self._modules = modules
+        self.tree: Tree | None = None
+        """The plan of the chain, if that is what is run."""
+        if self._is_chain:
+            changes.around(root, "chain", self._chained)
         self._steps = self._largest = 0
         """The steps since the beginning, and the bytes of the inputs of the first unit there."""
         self._seen = -1
@@ -176,7 +203,7 @@ class Budget:
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)
-            if number == 0:
+            if number == 0 and not self._is_chain:
                 self._begin(args, kwargs)
             name = self.names[number]
             if self._moving is not None and name in (_KEEP, _RECOMPUTE):
@@ -190,9 +217,29 @@ class Budget:
             kind = self._kinds[number]
             kind.storages, kind.given = given, set(given)
             with self._noting(kind.storages, flats), kind.watch:
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            kind.made = _storages(output)
+            return output
 
         return chosen
+
+    def _chained(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def chained(x: Any) -> Any:
+            if not torch.is_grad_enabled() or is_in_backward():
+                return forward(x)
+            self._begin((x,), {})
+            return forward(x) if self.tree is None else self._run(self.tree, x)
+
+        return chained
+
+    def _run(self, tree: Tree, x: Any) -> Any:
+        for part in tree:
+            if isinstance(part, int):
+                x = self._modules[part](x)
+            else:
+                inside = nn.ModuleList(self._modules[number] for number in _stages(part))
+                x = checkpointed(inside, functools.partial(self._run, part))(x)
+        return x
 
     def _noting(self, storages: dict[int, int], flats: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Note the storages of tensors that autograd saves, but for those of parameters."""
@@ -217,7 +264,7 @@ class Budget:
             for kind in self._measured_kinds.values():
                 kind.add_up(shared)
         if inputs > self._largest:
-            self._largest, self._steps, self.plan = inputs, 0, None
+            self._largest, self._steps, self.plan, self.tree = inputs, 0, None, None
             self.take_peak()
             self._name(_KEEP if number in self._firsts else _RECOMPUTE for number in range(len(self._kinds)))
             for kind in self._measured_kinds.values():
@@ -246,18 +293,40 @@ class Budget:
         except ValueError:
             least = [min(unit.options, key=lambda option: option.held + option.moved) for unit in costs]
             self.plan = simulate(costs, least, room, link)
-            if self._steps == PROBED:
-                warn_user(
-                    f"memory_budget: {format_bytes(self.num_bytes)} are not enough for this batch: all else "
-                    f"takes {format_bytes(beside)}, and activations {format_bytes(self.plan.peak)} even "
-                    "where each unit recomputes. Take fewer samples, or offload.optimizer='cpu'"
-                )
         self._name(option.name for option in self.plan.options)
+        if self._is_chain:
+            self._plan_chain(self.plan, room)
+        if self.plan.peak > room and self.tree is None and self._steps == PROBED:
+            needed = f"{format_bytes(beside)}, and activations {format_bytes(self.plan.peak)}"
+            warn_user(
+                f"memory_budget: {format_bytes(self.num_bytes)} are not enough for this batch: all else takes "
+                f"{needed} even where each unit recomputes. Take fewer samples, or offload.optimizer='cpu'"
+            )
+
+    def _plan_chain(self, flat: KeepingPlan, room: int) -> None:
+        """Take Rotor's plan if a choice for each unit is slower or does not fit."""
+        self.tree = None
+        try:
+            found = plan_chain([kind.stage for kind in self._kinds], self._largest, room)
+        except ValueError:
+            return
+        if found.seconds < flat.seconds or flat.peak > room:
+            self.tree = tree_of(found.tasks)
+            self._name([_KEEP] * len(self._kinds))  # in its run, each stage computes as it is
+            for part in self.tree:
+                for number in () if isinstance(part, int) else _stages(part):
+                    self._shown[number][-1] = _RECOMPUTE
 
     def _name(self, names: Iterable[str]) -> None:
         self.names = list(names)
         for stack, name in zip(self._shown, self.names, strict=True):
             stack[-1] = name
+
+
+def _stages(tree: Tree) -> Iterator[int]:
+    """Yield the stages of a tree."""
+    for part in tree:
+        yield from (part,) if isinstance(part, int) else _stages(part)
 
 
 def measure_link(context: Context) -> Link:
