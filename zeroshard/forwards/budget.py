@@ -7,9 +7,9 @@
 
 A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
-its backward in any case. A Sequential whose parameters are not gathered may also recompute runs of units, and
-runs in runs, by Rotor's plan (`rotor.py`): nested checkpoints carry it out. The measured unit of a kind stands
-for all with the same class and parameters.
+its backward in any case. A Sequential whose parameters are not gathered may recompute runs of units, and runs
+in runs, by Rotor's plan (`rotor.py`): nested checkpoints carry it out. The measured unit of a kind stands for
+all with the same class and parameters.
 """
 
 from __future__ import annotations
@@ -298,10 +298,11 @@ class Budget:
         if self._is_chain:
             self._plan_chain(self.plan, room)
         if self.plan.peak > room and self.tree is None and self._steps == PROBED:
-            needed = f"{format_bytes(beside)}, and activations {format_bytes(self.plan.peak)}"
+            budget, others, own = map(format_bytes, (self.num_bytes, beside, self.plan.peak))
             warn_user(
-                f"memory_budget: {format_bytes(self.num_bytes)} are not enough for this batch: all else "
-                f"takes {needed} even where each unit recomputes. Take fewer samples, or offload.optimizer='cpu'"
+                f"memory_budget: {budget} are not enough for this batch: all else takes {others}, and "
+                f"activations {own} even where each unit recomputes. Take fewer samples, or "
+                "offload.optimizer='cpu'"
             )
 
     def _plan_chain(self, flat: KeepingPlan, room: int) -> None:
