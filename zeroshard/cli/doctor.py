@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -14,6 +16,7 @@ import torch
 from zeroshard.cli.options import DoctorOptions
 from zeroshard.comm.device import available_backends
 from zeroshard.memory.budget import host_bytes_free
+from zeroshard.memory.machine import measure_machine
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
@@ -36,9 +39,11 @@ _BINARY = ("bitsandbytes", "numba", "triton")
 """Packages with machine code of their own, which may be installed and yet not load."""
 
 
-def doctor(_: DoctorOptions) -> None:
+def doctor(options: DoctorOptions) -> None:
     """Run `zeroshard doctor`."""
-    print(page())
+    if options.disk is not None and not options.json:
+        raise ValueError("--disk needs --json")
+    print(json.dumps(asdict(measure_machine(options.disk)), indent=2) if options.json else page())
 
 
 def page() -> str:

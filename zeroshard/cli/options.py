@@ -231,9 +231,18 @@ class DoctorOptions(NamedTuple):
 
     Print facts for a plan or a report of a bug. Nothing is sent anywhere else.
 
+    Args:
+        json: measure the machine, and print its rates as JSON: operations per second by dtype, and bytes per
+            second of its memory and of the link to the host
+        disk: a folder on a disk that is measured, too, with --json
+
     Examples:
         zeroshard doctor
+        zeroshard doctor --json --disk /mnt/nvme0 > machine.json
     """
+
+    json: bool = False
+    disk: Path | None = None
 
 
 COMMANDS: Mapping[str, tuple[str, type]] = {
