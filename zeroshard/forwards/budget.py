@@ -8,7 +8,7 @@
 A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
 its backward in any case. A Sequential whose parameters are not gathered may recompute runs of units, and runs
-in runs, by Rotor's plan (`rotor.py`): nested checkpoints carry it out. The measured unit of a kind stands for
+in runs, by Rotor's plan: nested checkpoints carry it out. The measured unit of a kind stands for
 all with the same class and parameters.
 """
 
@@ -29,8 +29,18 @@ from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards import activations
 from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
-from zeroshard.forwards.keeping import KeepingPlan, Link, Option, UnitCosts, choose_keeping, simulate
-from zeroshard.forwards.rotor import StageCosts, Tree, plan_chain, tree_of
+from zeroshard.forwards.keeping import (
+    KeepingPlan,
+    Link,
+    Option,
+    StageCosts,
+    Tree,
+    UnitCosts,
+    choose_keeping,
+    plan_chain,
+    simulate,
+    tree_of,
+)
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.autograd import is_in_backward

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from zeroshard.forwards.rotor import ChainTask, StageCosts, plan_chain
+from zeroshard.forwards.keeping import ChainTask, StageCosts, plan_chain
 
 LOSS = StageCosts(forward=0, backward=0, output=0, saved=0)
 UNIT = StageCosts(forward=1, backward=1, output=1, saved=1)
