@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, cast
-from weakref import proxy
+from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -142,7 +141,8 @@ def initialize(
     )
     engine = Engine(model, parts, loss_fn, part)
     if runtime.budget is not None:
-        runtime.budget.take_peak = partial(take_peak, cast(Engine, proxy(engine)))
+        own = ref(engine)  # a module lives on without its engine
+        runtime.budget.take_peak = lambda: 0 if (found := own()) is None else take_peak(found)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
 

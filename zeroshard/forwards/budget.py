@@ -15,11 +15,13 @@ all with the same class and parameters.
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.warn import warn_user
+from zeroshard.parameters.state import Phase
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
 from zeroshard.tables import format_bytes
@@ -61,7 +64,7 @@ _LINK_BYTES = 1 << 26
 
 @dataclass(slots=True)
 class _Measured:
-    """Units of one class with parameters of the same sizes; the first of them is measured."""
+    """Units of one class with parameters of the same sizes; the last of them is measured."""
 
     watch: Stopwatch
     saved: int = 0
@@ -111,6 +114,8 @@ class _Measured:
             Option(name=_KEEP, held=saved, working=saved),
             Option(name=_RECOMPUTE, held=inputs, working=saved, backward=forward),
         ]
+        if not self.seconds:  # it has not run: nothing is known of what it would keep
+            return UnitCosts(forward=0.0, backward=0.0, options=tuple(options[1:]))
         if link is not None:
             for name, moved, again in ((_OFFLOAD, self.moved, 0.0), (_OFFLOAD_INPUT, inputs, forward)):
                 options.append(
@@ -130,6 +135,10 @@ class _Measured:
         """What the plan of a chain needs to know."""
         forward, saved = min(self.seconds, default=0.0), self.apart + self.output
         return StageCosts(forward=forward, backward=2 * forward, output=self.output, saved=saved)
+
+
+_BUDGETS = WeakSet["Budget"]()
+"""Those of accelerators."""
 
 
 class Budget:
@@ -167,17 +176,17 @@ class Budget:
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
             )
-        self._measured_kinds: dict[Any, _Measured] = {}
-        self._kinds: list[_Measured] = []
+        self._refuse_others()
+        alike = [
+            (type(module), tuple((p.shape, p.requires_grad) for p in module.parameters()))
+            for module in modules
+        ]
+        self._measured = set({key: number for number, key in enumerate(alike)}.values())
+        """The units that are measured, the last ones: inputs of the first ones may need no gradient."""
+        self._distinct = {key: _Measured(Stopwatch(self._device)) for key in alike}
+        self._kinds = [self._distinct[key] for key in alike]
         """Of each unit."""
-        self._firsts: set[int] = set()
-        """The units that are measured."""
         for number, module in enumerate(modules):
-            key = type(module), tuple(p.shape for p in module.parameters())
-            if key not in self._measured_kinds:
-                self._measured_kinds[key] = _Measured(Stopwatch(self._device))
-                self._firsts.add(number)
-            self._kinds.append(self._measured_kinds[key])
             own = [units[0], by_module[module]]
             changes.around(module, _RECOMPUTE, functools.partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
@@ -192,15 +201,41 @@ class Budget:
         """The plan of the chain, if that is what is run."""
         if self._is_chain:
             changes.around(root, "chain", self._chained)
-        self._steps = self._largest = 0
-        """The steps since the beginning, and the bytes of the inputs of the first unit there."""
+        self._largest = [-1] * len(modules)
+        """The most bytes of the tensors that each unit was given."""
         self._seen = -1
-        self._uses = Counter[int]()
-        """How many units of a forward have been given a storage; all of them live until the backward."""
-        self.names = [_RECOMPUTE] * len(modules)
-        """The choices of the units that hold now."""
+        self._uses, self._called = Counter[int](), set[int]()
+        """How many units of a forward have been given a storage, which lives until the backward; its units."""
+        self._is_new = True
+        """True from the begin of a forward to that of its first unit."""
+        changes.hook(root.register_forward_pre_hook(self._open))
+        self._restart()
+
+    def _refuse_others(self) -> None:
+        if self._moving is not None:
+            if any(one._state.phase is not Phase.CLOSED for one in _BUDGETS):
+                gc.collect()  # those of engines that are gone
+            if any(one._state.phase is not Phase.CLOSED for one in _BUDGETS):
+                raise ValueError(
+                    "recompute='auto': expected one engine with a budget in a process, since a device counts "
+                    "one peak: close the other engine first"
+                )
+            _BUDGETS.add(self)
+
+    def _restart(self) -> None:
+        """Measure from here on: at the begin, and when a unit is given more than ever."""
+        self._steps = 0
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
+        self.tree = None
+        self._uses.clear()
+        self.take_peak()
+        self._name(_KEEP if number in self._measured else _RECOMPUTE for number in range(len(self._kinds)))
+        for kind in self._distinct.values():
+            kind.reset()
+
+    def _open(self, *_: object) -> None:
+        self._is_new = True
 
     def _chosen(
         self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
@@ -214,32 +249,45 @@ class Budget:
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)
-            if number == 0 and not self._is_chain:
-                self._begin(args, kwargs)
+            given = _bytes_of((args, kwargs))
+            self._enter(number, given)
             name = self.names[number]
             if self._moving is not None and name in (_KEEP, _RECOMPUTE):
                 self._moving.begin_segment()  # the copies of the unit before begin
             if self.plan is not None:
                 return ways[name](*args, **kwargs)
-            given = _storages((args, kwargs))
             self._uses.update(given.keys())
             if name == _RECOMPUTE:
                 return ways[name](*args, **kwargs)
             kind = self._kinds[number]
-            kind.storages, kind.given = given, set(given)
+            if number not in self._called:  # a unit that is called again keeps that of its calls so far
+                kind.storages, kind.given = {}, set()
+                self._called.add(number)
+            kind.storages |= given
+            kind.given |= given.keys()
             with self._noting(kind.storages, flats), kind.watch:
                 output = forward(*args, **kwargs)
-            kind.made = _storages(output)
+            kind.made = _bytes_of(output)
             return output
 
         return chosen
 
+    def _enter(self, number: int, given: Mapping[int, int]) -> None:
+        """Begin a unit that is given storages with so many bytes."""
+        if self._is_new:
+            self._is_new = False
+            self._begin()
+        if (size := sum(given.values())) > self._largest[number]:
+            self._largest[number] = size
+            if self.plan is not None:
+                self._restart()
+
     def _chained(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def chained(x: Any) -> Any:
+        def chained(input: Any) -> Any:  # as Sequential calls it
             if not torch.is_grad_enabled() or is_in_backward():
-                return forward(x)
-            self._begin((x,), {})
-            return forward(x) if self.tree is None else self._run(self.tree, x)
+                return forward(input)
+            self._enter(0, _bytes_of(input))
+            return forward(input) if self.tree is None else self._run(self.tree, input)
 
         return chained
 
@@ -259,30 +307,24 @@ class Budget:
         def pack(tensor: Tensor) -> Callable[[], Tensor]:
             storage = tensor.untyped_storage()
             if storage._cdata not in left_out and tensor.device.type == self._device.type:
-                storages[storage._cdata] = storage.nbytes()
+                storages.setdefault(storage._cdata, storage.nbytes())
             alias = tensor.detach()
             return functools.partial(checked, alias, alias._version)
 
         return saved_tensors_hooks(pack, lambda saved: saved())
 
-    def _begin(self, args: Any, kwargs: Any) -> None:
-        """Begin a forward whose first unit gets these arguments."""
+    def _begin(self) -> None:
+        """Begin a forward."""
         has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
-        inputs = sum(_storages((args, kwargs)).values())
         if self.plan is None:
             shared = {key for key, num in self._uses.items() if num > 1}
-            self._uses.clear()
-            for kind in self._measured_kinds.values():
+            for kind in self._distinct.values():
                 kind.add_up(shared)
-        if inputs > self._largest:
-            self._largest, self._steps, self.plan, self.tree = inputs, 0, None, None
-            self.take_peak()
-            self._name(_KEEP if number in self._firsts else _RECOMPUTE for number in range(len(self._kinds)))
-            for kind in self._measured_kinds.values():
-                kind.reset()
-        elif has_stepped and self._steps < PLANNED:
+        self._uses.clear()
+        self._called.clear()
+        if has_stepped and self._steps < PLANNED:
             self._steps += 1
-            for kind in self._measured_kinds.values():
+            for kind in self._distinct.values():
                 kind.seconds += kind.watch.read()
             if self._steps >= PROBED:
                 self._plan()
@@ -293,7 +335,7 @@ class Budget:
         costs = [kind.costs(self._link) for kind in self._kinds]
         link = self._link or _NO_LINK
         taken = [
-            next(option for option in unit.options if option.name == name)
+            next((option for option in unit.options if option.name == name), unit.options[0])
             for unit, name in zip(costs, self.names, strict=True)
         ]
         before = simulate(costs, taken, self.num_bytes, link).peak
@@ -305,7 +347,7 @@ class Budget:
             least = [min(unit.options, key=lambda option: option.held + option.moved) for unit in costs]
             self.plan = simulate(costs, least, room, link)
         self._name(option.name for option in self.plan.options)
-        if self._is_chain:
+        if self._is_chain and all(kind.seconds for kind in self._kinds):
             self._plan_chain(self.plan, room)
         if self.plan.peak > room and self.tree is None and self._steps == PROBED:
             budget, others, own = map(format_bytes, (self.num_bytes, beside, self.plan.peak))
@@ -319,7 +361,7 @@ class Budget:
         """Take Rotor's plan if a choice for each unit is slower or does not fit."""
         self.tree = None
         try:
-            found = plan_chain([kind.stage for kind in self._kinds], self._largest, room)
+            found = plan_chain([kind.stage for kind in self._kinds], self._largest[0], room)
         except ValueError:
             return
         if found.seconds < flat.seconds or flat.peak > room:
@@ -331,6 +373,7 @@ class Budget:
 
     def _name(self, names: Iterable[str]) -> None:
         self.names = list(names)
+        """The choices of the units that hold now."""
         for stack, name in zip(self._shown, self.names, strict=True):
             stack[-1] = name
 
@@ -371,7 +414,11 @@ def budget_of(given: float | None, device: torch.device) -> int:
     return int((SHARE if given is None else given) * total)
 
 
-def _storages(values: Any) -> dict[int, int]:
-    """The bytes of the storages of the tensors among some values."""
-    storages = (v.untyped_storage() for v in pytree.tree_leaves(values) if isinstance(v, Tensor))
-    return {storage._cdata: storage.nbytes() for storage in storages}
+def _bytes_of(values: Any) -> dict[int, int]:
+    """The bytes of the tensors among some values, by storage: of a large storage only those that they show."""
+    found = Counter[int]()
+    for tensor in pytree.tree_leaves(values):
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = min(storage.nbytes(), found[storage._cdata] + tensor.nbytes)
+    return found
