@@ -40,7 +40,7 @@ def train_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     _check_batch(engine, "train_batch()")
     if engine._pipeline is not None:
         return _train_pipeline(engine, engine._pipeline, iter([(inputs, targets)]), 1)[0]
-    total: Any = 0.0
+    total = _zero(engine)
     for piece, target in _pieces(engine, inputs, targets):
         loss = loss_of(engine, engine.loss_fn, piece, target)
         total += engine._backward(loss, engine._num_micro_batches, engine._early).float()
@@ -126,7 +126,7 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     with _evaluating(engine.module):
         if engine._pipeline is not None:
             return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]
-        total: Any = 0.0
+        total = _zero(engine)
         for piece, target in _pieces(engine, inputs, targets):
             total += loss_of(engine, engine.loss_fn, piece, target).float()
     return _mean(engine, total / engine._num_micro_batches)
@@ -137,6 +137,11 @@ def _pieces(engine: Engine, inputs: Any, targets: Any) -> Iterator[tuple[Any, An
     num, device = engine._num_micro_batches, engine._runtime.context.device
     for piece, target in zip(split_batch(inputs, num), split_batch(targets, num), strict=True):
         yield to_device(piece, device), to_device(target, device)
+
+
+def _zero(engine: Engine) -> Tensor:
+    """A sum of losses: a loss of another shape is an error at once."""
+    return torch.zeros((), dtype=torch.float32, device=engine._runtime.context.device)
 
 
 def _mean(engine: Engine, loss: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import zeroshard
 from tests.distributed.training import SOME_STAGES, numbers, start, unequal
 from tests.ranks import on_ranks
 from zeroshard.plan import pieces
+from zeroshard.stores.swapfile import SwapFile
 
 DECAY = 0.9
 
@@ -290,6 +291,34 @@ def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
         with average.applied():
             found += unequal("loaded", own.full_state_dict(), shown)
     return found
+
+
+@on_ranks(1)
+def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tmp_path):
+    """A disk fails while averages are written."""
+    offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
+    engine, _ = start(build(), stage=3, offload=offload)
+    engine.save_checkpoint(tmp_path / "saved")
+    ema = zeroshard.EMA(engine, DECAY)
+    train(engine, 0)
+    engine.full_state_dict()  # ends the step
+
+    def fail(file, values, offset):
+        raise RuntimeError(f"Expected to write '{file.path}': the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwapFile, "write", fail)
+        engine._parts.averages["ema"].update()
+        with pytest.raises(RuntimeError, match="the disk is gone") as caught, ema.applied():
+            pass
+    assert str(tmp_path) in str(caught.value)
+    with pytest.raises(RuntimeError, match="the disk is gone"), ema.applied():
+        pass
+    with pytest.warns(UserWarning, match="begins anew"):
+        engine.load_checkpoint(tmp_path / "saved")
+    with ema.applied():
+        shown = engine.full_state_dict()
+    return list(unequal("begun anew", shown, engine.full_state_dict()))
 
 
 @on_ranks(2)

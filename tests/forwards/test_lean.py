@@ -88,11 +88,25 @@ def with_forward():
     return module
 
 
+def with_dropout():
+    module = Gated()
+    module.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+    return module
+
+
+def with_hook():
+    module = Gated()
+    module.act_fn.register_forward_hook(lambda *_: None)
+    return module
+
+
 def with_one_projection():
     return Phi3MLP(Phi3Config(hidden_size=16, intermediate_size=8))
 
 
-@pytest.mark.parametrize("make", [Patched, with_curve, with_forward, with_one_projection])
+@pytest.mark.parametrize(
+    "make", [Patched, with_curve, with_dropout, with_hook, with_forward, with_one_projection]
+)
 def test_other_modules_stay_as_they_are(make):
     module, changes = make(), Changes()
     lean_forwards(module, changes)

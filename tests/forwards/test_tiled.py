@@ -204,6 +204,26 @@ def test_estimates_leave_the_logits_out():
     assert whole.activations - number.activations > 2**17 * 128_256 * 4 - 3 * 2**30
 
 
+def test_second_derivatives_are_refused():
+    head, hidden, targets = inputs()
+    loss = zeroshard.tiled_cross_entropy(hidden, targets, head)
+    with pytest.raises(RuntimeError, match="a loss in tiles has no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_patched_head_and_logits_that_a_hook_changes_are_refused():
+    model = build("Llama")
+    model.lm_head.forward = lambda x: x
+    with pytest.raises(ValueError, match=REMEDY):
+        zeroshard.initialize(model, sgd, {"loss": {"tiles": 2}})
+    model, tokens = build("Llama"), torch.arange(12).view(2, 6)
+    model.lm_head.register_forward_hook(lambda module, args, output: output.clamp_(-0.1, 0.1))
+    engine = zeroshard.initialize(model, sgd, {"loss": {"tiles": 2}}).engine
+    with pytest.raises(ValueError, match="changes its logits between its head and its loss"):
+        engine(input_ids=tokens, labels=tokens)
+    engine.close(restore=False)
+
+
 def test_logits_that_the_model_changes_are_refused():
     engine = zeroshard.initialize(build("Gemma 2"), sgd, {"loss": {"tiles": 2}}).engine
     tokens = torch.arange(12).view(2, 6)
@@ -218,6 +238,7 @@ def test_logits_that_the_model_changes_are_refused():
         ({"targets": torch.zeros(3, 7)}, "expected integers of shape"),
         ({"reduction": "none"}, "reduction: expected 'mean' or 'sum', got 'none'"),
         ({"label_smoothing": 2}, r"label_smoothing: expected a number in \[0, 1\], got 2"),
+        ({"tiles": 0}, "tiles: expected 'auto' or an integer >= 1, got 0"),
         ({"head": nn.Sequential()}, "head: expected an nn.Linear without an adapter, got Sequential"),
     ],
 )

@@ -141,6 +141,8 @@ def _position(box: Box, element: Shape) -> int:
 _MAX_BYTES = 1 << 62
 """The most bytes of a tensor with one element more in each dimension, so that no sum or product here exceeds
 63 bits."""
+_MAX_CORNERS = 1 << 26
+"""The most corners of the boxes of one tensor."""
 
 Row = Sequence[int]
 
@@ -208,19 +210,43 @@ def check_places(tensors: Mapping[str, StoredTensor], num_bytes: Mapping[str, in
         ValueError, OverflowError: the boxes do not tile a tensor, or are not inside of files in the list.
     """
     for name, tensor in tensors.items():
-        n = len(tensor.shape)
-        table = np.array(tensor.boxes, dtype=np.int64).reshape(-1, 2 * n + 2)
-        offsets, sizes, ranks, starts = table[:, :n], table[:, n : 2 * n], table[:, -2], table[:, -1]
-        is_inside = offsets.min(initial=0) >= 0 and sizes.min(initial=0) >= 0
-        is_inside = is_inside and bool((sizes <= np.array(tensor.shape, dtype=np.int64) - offsets).all())
-        numels = sizes.prod(axis=1)
-        meets = np.ones((len(table),) * 2, dtype=bool)  # which boxes share elements; each does with itself
-        for first, last in zip(offsets.T, (offsets + sizes).T, strict=True):
-            meets &= np.minimum.outer(last, last) > np.maximum.outer(first, first)
-        is_tiled = numels.sum() == math.prod(tensor.shape) and meets.sum() == (numels > 0).sum()
-        if not (is_inside and is_tiled):
-            raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
+        offsets, sizes, ranks, starts = _columns(tensor)
+        stops = starts + sizes.prod(axis=1) * tensor.dtype.itemsize
         for rank in np.unique(ranks).tolist():
-            own, size = ranks == rank, num_bytes.get(file_of(rank), 0)
-            if starts[own].min() < 0 or (starts[own] > size - numels[own] * tensor.dtype.itemsize).any():
+            own = ranks == rank
+            if starts[own].min() < 0 or stops[own].max() > num_bytes.get(file_of(rank), 0):
                 raise ValueError(f"'{name}': has a box that is not all in the file '{file_of(rank)}'")
+        if (offsets < 0).any() or (sizes < 0).any() or not tile(tensor):
+            raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
+
+
+def _columns(tensor: StoredTensor) -> tuple[Any, Any, Any, Any]:
+    """Return int64 offsets [k, n], sizes [k, n], ranks [k] and first bytes [k] of k boxes in n dimensions."""
+    n = len(tensor.shape)
+    table = np.array(tensor.boxes, dtype=np.int64).reshape(-1, 2 * n + 2)
+    return table[:, :n], table[:, n : 2 * n], table[:, -2], table[:, -1]
+
+
+def tile(tensor: StoredTensor) -> bool:
+    """Return True if boxes that lie inside of a tensor hold each of its elements once.
+
+    A corner of a box counts +1 or -1, by the number of dimensions in which it is the end of the box. The sums
+    of these at all places say how many boxes hold each element. So the sums are the same as for the whole
+    tensor in one box exactly if each element is held once.
+
+    Raises:
+        ValueError: the boxes have too many corners.
+    """
+    offsets, sizes, *_ = _columns(tensor)
+    if (len(offsets) + 1) << len(tensor.shape) > _MAX_CORNERS:
+        raise ValueError(f"{len(offsets)} boxes of a tensor of shape {tensor.shape} have too many corners")
+    places = np.zeros((1, len(offsets) + 1), dtype=np.int64)  # [corners, the tensor and its boxes]
+    signs = np.ones((1, len(offsets) + 1), dtype=np.int64)
+    signs[0, 0] = -1
+    for dim, size in enumerate(tensor.shape):
+        starts = np.append(0, offsets[:, dim])
+        ends = starts + np.append(size, sizes[:, dim])
+        places = np.concatenate([places * (size + 1) + starts, places * (size + 1) + ends])
+        signs = np.concatenate([signs, -signs])
+    _, numbers = np.unique(places, return_inverse=True)
+    return not np.bincount(numbers.ravel(), signs.ravel()).any()

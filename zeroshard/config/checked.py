@@ -133,7 +133,8 @@ def _memory(value: Any) -> Any:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and 0 < value <= 1:
         return float(value)
-    return int(value) if is_number and value > 1 and value == int(value) else REFUSED
+    is_whole = is_number and 1 < value < math.inf and value == int(value)
+    return int(value) if is_whole else REFUSED
 
 
 def _device(value: Any) -> Any:
@@ -246,6 +247,7 @@ class Checked:
     @classmethod
     def _unknown_key(cls, key: object, known: list[str]) -> str:
         close = [cls._prefix + name for name in difflib.get_close_matches(str(key).lower(), known, n=1)]
+        close = [_MEANT[f"{cls._prefix}{key}"]] if f"{cls._prefix}{key}" in _MEANT else close
         # The same name in another section is meant rather than a similar one: 'param_dtype'.
         close = [name for name in flat(cls._whole()) if name.rpartition(".")[2] == key] + close
         hint = f"; did you mean '{close[0]}'?" if close else "; Config.from_deepspeed reads DeepSpeed's."
@@ -255,6 +257,10 @@ class Checked:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for `from_dict` that JSON can hold. Raises ValueError when `units` is a predicate."""
         return {option.name: _plain(option.name, getattr(self, option.name)) for option in fields(self)}
+
+
+_MEANT = {"precision.dtype": "precision.param_dtype", "dtype": "precision"}
+"""Unknown keys with the key that is meant, where the spelling of another key is closer."""
 
 
 def _is_section(kind: Any) -> bool:

@@ -205,7 +205,7 @@ class Budget:
         """The most bytes of the tensors that each unit was given."""
         self._seen = -1
         self._uses, self._called = Counter[int](), set[int]()
-        """How many units of a forward have been given a storage, which lives until the backward; its units."""
+        """How many units of a forward have been given each storage; and the units that were called."""
         self._is_new = True
         """True from the begin of a forward to that of its first unit."""
         changes.hook(root.register_forward_pre_hook(self._open))
@@ -415,7 +415,7 @@ def budget_of(given: float | None, device: torch.device) -> int:
 
 
 def _bytes_of(values: Any) -> dict[int, int]:
-    """The bytes of the tensors among some values, by storage: of a large storage only those that they show."""
+    """The bytes of the tensors among some values, by storage; of a larger storage those that they show."""
     found = Counter[int]()
     for tensor in pytree.tree_leaves(values):
         if isinstance(tensor, Tensor):

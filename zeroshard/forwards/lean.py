@@ -61,7 +61,7 @@ def lean_forwards(model: nn.Module, changes: Changes) -> None:
             continue
         if type(module).__name__ in _WRITTEN_OUT:
             changes.around(module, "lean", lambda _: functools.partial(F.gelu, approximate="tanh"))
-        elif _is_gated(type(module).forward) and next(module.act_fn.parameters(), None) is None:
+        elif _is_gated(type(module).forward) and _is_a_function(module.act_fn):
             changes.around(module, "lean", functools.partial(_gated, module))
 
 
@@ -71,6 +71,15 @@ def _gated(mlp: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
         return output
 
     return lean
+
+
+def _is_a_function(act: Any) -> bool:
+    """True for an activation that may be computed again: without parameters, hooks, randomness and edits."""
+    is_known = type(act).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    has_parts = any(True for _ in act.parameters()) or any(True for _ in act.children())
+    is_watched = act._forward_hooks or act._forward_pre_hooks or "forward" in vars(act)
+    is_pure = not (getattr(act, "inplace", False) or isinstance(act, nn.RReLU))
+    return is_known and is_pure and not has_parts and not is_watched
 
 
 @functools.cache

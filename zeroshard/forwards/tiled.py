@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zeroshard.plan.layout import Span
 
@@ -151,8 +150,10 @@ class _TiledLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("a loss in tiles has no second derivatives: expected create_graph=False")
+
         def scaled(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             return (
                 None
@@ -187,6 +188,8 @@ def tiled_loss(
     dtype = torch.get_autocast_dtype(kind) if is_cast else head.weight.dtype
     hidden, weight = hidden.to(dtype), head.weight.to(dtype)
     bias = None if own_bias is None else own_bias.to(dtype)
+    if not torch.is_grad_enabled():  # a Function takes gradients of all that may need them
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     size = max(1, TILE_BYTES // (ROW_BYTES * len(weight))) if tiles is None else -(-len(hidden) // tiles)
     counts = targets != ignore_index
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():

@@ -101,7 +101,7 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
         for cache, value in kwargs.items():
             if _is_cache(cache, value):
                 raise ValueError(
-                    f"recompute='unit' runs the forward of {type(module).__name__} twice and would fill its "
+                    f"a recomputation runs the forward of {type(module).__name__} twice and would fill its "
                     f"{cache!r} twice: set use_cache=False in the model's config for training. Prefix tuning "
                     "needs the cache; use recompute='none' with it"
                 )

@@ -240,13 +240,14 @@ def join_arguments(config: Config, args: Any) -> Config:
         ValueError: the two contradict each other, or `args` ask for something that an engine cannot do. The
             message lists all of it.
     """
-    own, theirs = config.precision.param_dtype, _COMPUTE_DTYPES[args.mixed_precision]
+    own, theirs = config.precision.param_dtype, _COMPUTE_DTYPES.get(args.mixed_precision)
     recomputes = any(getattr(args, f"{what}_checkpointing", False) for what in ("activation", "gradient"))
     is_spoilt = args.save_only_model and args.load_best_model_at_end
-    clips = args.max_grad_norm if config.offload.step_in_backward else 0
+    clips = args.max_grad_norm or 0 if config.offload.step_in_backward else 0
     refuse(
         "a Trainer over zeroshard",
         ("precision.param_dtype", own, theirs if own and theirs else own, "set bf16 or fp16 alone"),
+        ("mixed_precision", args.mixed_precision in _COMPUTE_DTYPES, True, "set bf16, fp16 or none"),
         ("deepspeed", args.deepspeed, None, "Config.from_deepspeed reads such a config"),
         ("fsdp", bool(args.fsdp), False, "zeroshard shards the model"),
         ("parallelism_config", getattr(args, "parallelism_config", None), None, "ranks are data-parallel"),

@@ -21,15 +21,23 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     Returns:
         The tensors, and True if there is another object, which may hide more.
     """
+    if type(value) is Tensor:
+        return [value], False
     tensors: list[Tensor] = []
-    opaque: list[Any] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    change_tensors(value, note, on_other=opaque.append)
-    return tensors, bool(opaque)
+    seen: set[int] = set()
+    is_opaque = False
+    to_visit = pytree.tree_leaves(value)
+    for leaf in to_visit:  # the list grows in the loop
+        if id(leaf) in seen or isinstance(leaf, _PLAIN):
+            continue
+        seen.add(id(leaf))
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif is_dataclass(leaf):
+            to_visit += pytree.tree_leaves(list(_fields(leaf).values()))
+        else:
+            is_opaque = True
+    return tensors, is_opaque
 
 
 def cast_inputs(
@@ -69,7 +77,6 @@ def change_tensors(
     value: Any,
     change: Callable[[Tensor], Tensor],
     is_leaf: Callable[[Any], bool] | None = None,
-    on_other: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return the nested value with `change(tensor)` in the place of each tensor.
 
@@ -78,7 +85,6 @@ def change_tensors(
 
     Args:
         is_leaf: True for a container in which nothing is changed.
-        on_other: is called with each object that may hide tensors.
     """
     if type(value) is Tensor:
         return change(value)
@@ -90,8 +96,6 @@ def change_tensors(
                 done[id(leaf)] = change(leaf)
             return done[id(leaf)]
         if not is_dataclass(leaf) or isinstance(leaf, type) or (is_leaf is not None and is_leaf(leaf)):
-            if on_other is not None and not isinstance(leaf, _PLAIN):
-                on_other(leaf)
             return leaf
         values = _fields(leaf)
         changed = {name: walk(part) for name, part in values.items()}

@@ -26,6 +26,7 @@ from zeroshard.plan.buffers import plan_units
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.parts import is_known
+from zeroshard.stores.swapfile import check_folder
 from zeroshard.tables import format_bytes
 
 _REMEDY = (
@@ -50,6 +51,7 @@ def check_room(
 
     Raises:
         RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
+        ValueError: a folder of the nvme tier is not there.
     """
     if config.offload.optimizer == config.offload.parameters == "none":
         return
@@ -60,7 +62,10 @@ def check_room(
     def check() -> None:
         num, states = config.gradient_accumulation_steps, _states_of(optimizer)
         tiers = bytes_on_tiers(plan_units(specs, setting), setting, num, states)
-        host = tiers[Tier.HOST]
+        host, folders = tiers[Tier.HOST], (config.offload.nvme_path or "").split(":")
+        if "nvme" in (config.offload.optimizer, config.offload.parameters):
+            for folder in folders:
+                check_folder(Path(folder))
         needed = {
             "main parameters and copies of them": host.parameters,
             "gradients": host.gradients,

@@ -214,7 +214,7 @@ class Counted:
         """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
         model, num = self._model, self._num_tokens
         if isinstance(model, Sizes):
-            return DryRun(model.bytes_held(num, config), model.bytes_sent(num, config))
+            return DryRun(model.bytes_held(num, config), model.bytes_sent(num, config)) if num else DryRun()
         if self._loss_of is None:
             return DryRun()
         key = repr(

@@ -89,6 +89,12 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
             "initialize takes an optimizer that has not stepped yet"
         )
+    states = ((p, value) for p, state in optimizer.state.items() for value in state.values())
+    if lost := [names[p] for p, value in states if isinstance(value, Tensor) and value.is_meta]:
+        raise ValueError(
+            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
+            "expected an optimizer that makes its state in its first step"
+        )
 
 
 def _check_kind(optimizer: Optimizer) -> None:

@@ -197,6 +197,11 @@ class HostPieces:
         self._expected, self._ahead = (), []
         return next(filter(None, [piece.join() for piece in self._pieces]), "")
 
+    def end_copies(self) -> None:
+        """Let the host wait for copies, whose memory may go then; a transfer keeps its memory itself."""
+        for copy in (copy for piece in self._pieces for copy in piece.copies):
+            copy.synchronize()
+
     def reserve(self, piece: Piece, num_bytes: int) -> None:
         """Make a piece as large as that, when its copies and transfers so far have ended."""
         piece.follow()

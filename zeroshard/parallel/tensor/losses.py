@@ -199,25 +199,31 @@ def tiled_cross_entropy(
         0-dim, at least float32; not a number if a target is no class.
 
     Raises:
-        ValueError: targets of another shape, or that are no integers; another head, reduction or smoothing.
+        ValueError: targets of another shape, or that are no integers; another head, reduction, smoothing or
+            number of tiles.
     """
     _check(hidden, targets, label_smoothing, reduction, "mean", "sum")
     if type(head) is not nn.Linear:
         raise ValueError(f"head: expected an nn.Linear without an adapter, got {type(head).__name__}")
+    if tiles != "auto" and (type(tiles) is not int or tiles < 1):
+        raise ValueError(f"tiles: expected 'auto' or an integer >= 1, got {tiles!r}")
     classes: Classes | None = vars(head).get(_CLASSES)
     if classes is None:
         loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
     else:
         loss, hidden = classes.row_loss(label_smoothing, z_loss), copied(hidden, classes.over, classes.label)
     total, num = tiled_loss(
-        hidden.flatten(0, -2),
+        hidden.reshape(-1, hidden.shape[-1]),
         head,
-        targets.flatten(),
+        targets.flatten().long(),
         loss,
         ignore_index=ignore_index,
         tiles=None if tiles == "auto" else int(tiles),
     )
-    return total if reduction == "sum" else total / num
+    if reduction == "sum":
+        return total
+    # As in torch, the mean of no rows is no number, and its gradients are 0.
+    return (total / num.clamp(min=1)).masked_fill(num == 0, torch.nan)
 
 
 def _check(values: Tensor, targets: Tensor, smoothing: float, reduction: str, *reductions: str) -> None:
@@ -270,6 +276,8 @@ class NoLogits:
         why: the refusal of any use as a tensor, with a remedy.
     """
 
+    _why = "the output of a model that has not computed its logits"
+
     def __init__(self, why: str) -> None:
         self._why = why
 
@@ -281,7 +289,7 @@ class NoLogits:
 
     @classmethod
     def __torch_function__(cls, _: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise TypeError(next((one._why for one in args if isinstance(one, NoLogits)), cls.__doc__))
+        raise TypeError(next((one._why for one in args if isinstance(one, NoLogits)), cls._why))
 
     __getitem__ = __len__ = __bool__ = __iter__ = __array__ = _refuse
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
@@ -342,8 +350,8 @@ class ModelLoss:
         self._classes, self._computing_head, self._whole = classes, head, model.loss_function
         self.tiles = tiles
         self._is_own = self._was_called = False
-        self._hidden: Tensor | None = None
-        """The input of the head in a forward with tiles."""
+        self._hidden: tuple[Tensor, int] | None = None
+        """The input of the head in a forward with tiles, and its version."""
         changes.around(head, "loss", lambda forward: functools.partial(self._head, forward))
         changes.set(model, "_loss_function", self)
         changes.hook(
@@ -382,7 +390,7 @@ class ModelLoss:
         options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
         if self.tiles == "none":
             total = cross_entropy(logits.float(), targets, head, **options)
-        elif logits is not self._hidden:
+        elif self._hidden is None or logits is not self._hidden[0] or logits._version != self._hidden[1]:
             raise ValueError(
                 "loss.tiles: the model changes its logits between its head and its loss; expected 'none', or "
                 "zeroshard.tiled_cross_entropy in its forward"
@@ -395,7 +403,7 @@ class ModelLoss:
 
     def _head(self, forward: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         if self._is_own and self.tiles != "none":
-            self._hidden = value
+            self._hidden = value, value._version
             return value
         part = forward(value)
         return part if self._is_own or self._classes is None else self._classes.gather(part)
@@ -438,20 +446,26 @@ def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, cha
     """
     if config.loss.tiles == "none":
         return
-    for loss in (vars(module).get("_loss_function") for module in model.modules()):
-        if isinstance(loss, ModelLoss):  # of a head that is divided
-            loss.tiles = config.loss.tiles
-            return
+    units = {part for spec in specs[1:] for part in spec.module.modules()}
     models: Iterable[Any] = (m for m in model.modules() if hasattr(type(m), "get_output_embeddings"))
-    heads = [one.get_output_embeddings() for one in models]
+    heads = {head: None for one in models if (head := one.get_output_embeddings()) is not None}
     if any(isinstance(head, Absent) for head in heads):  # another pipeline rank has it
         return
-    units = {part for spec in specs[1:] for part in spec.module.modules()}
+    losses = (vars(module).get("_loss_function") for module in model.modules())
+    divided = {loss._computing_head: loss for loss in losses if isinstance(loss, ModelLoss)}
+    found = False
     for head in heads:
-        owner = causal_model(model, head)
-        if owner is not None and type(head) is nn.Linear and head not in units and config.mesh.tp == 1:
+        owner = None if head in divided else causal_model(model, head)
+        is_patched = "forward" in vars(head) and head not in changes.stacks
+        if type(head) is not nn.Linear or is_patched or head in units:
+            continue
+        if head in divided:
+            divided[head].tiles, found = config.loss.tiles, True
+        elif owner is not None and config.mesh.tp == 1:
             ModelLoss(owner, None, head, changes, config.loss.tiles)
-            return
+            found = True
+    if found:
+        return
     raise ValueError(
         "config key 'loss.tiles': expected a causal language model of transformers with its default loss and "
         "a plain nn.Linear as its head, which is no unit of its own and divided, if at all, as "
