@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel, Trainer
@@ -39,6 +40,8 @@ def execute(section, first_line, folder, names):
 
 
 def load(folder, first_line):
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 writes it
     return GPT2LMHeadModel.from_pretrained(Path(folder, first_line, "out")).state_dict()
 
 

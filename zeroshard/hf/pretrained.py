@@ -160,14 +160,20 @@ def build_skeleton(path: Path) -> nn.Module:
         raise ValueError(f"expected a config of transformers or a folder with config.json, got '{path}'")
     try:
         import transformers
-
+    except ImportError:
+        raise ImportError(
+            f"'{path}': a model's config needs transformers: pip install zeroshard[hf]"
+        ) from None
+    try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model: nn.Module = _builder(transformers, config)(config).to(torch.float32)
             if (how := getattr(config, "quantization_config", None)) is not None:
                 quantize(model, read_quantization(file, how))
     except ImportError as error:
-        raise ImportError(f"'{file}': {error}: pip install zeroshard[hf] zeroshard[eightbit]") from None
+        raise ImportError(
+            f"'{file}': {error}; its quantized weights need bitsandbytes: pip install zeroshard[eightbit]"
+        ) from None
     except Exception as error:  # whatever the file makes it raise
         raise ValueError(f"'{file}': transformers builds no model of it: {error}") from None
     return model

@@ -124,7 +124,7 @@ class Sizes:
         logits, tp = _LOGIT * num_tokens * self.vocabulary, config.mesh.tp
         if config.loss.tiles != "none":  # the gradient of the weight waits for the backward, in float32
             logits = min(logits * ROW_BYTES // _LOGIT, TILE_BYTES * tp) + _LOGIT * self.embedding
-        return 2 * self.bytes_of_input(num_tokens, config) - (-logits // tp)
+        return 2 * self.bytes_of_input(num_tokens, config) - (-logits // tp) if self.vocabulary else 0
 
     def bytes_held(self, num_tokens: int, config: Config) -> int:
         """Bytes of activations of a rank with all blocks, at most, for one micro-batch of so many tokens."""
