@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 23549,
-    "statements of the package": 19379,
-    "tokens of the package": 225659,
-    "lines of code of the core": 7985,
-    "statements of the core": 6916,
-    "tokens of the core": 74402,
+    "lines of code of the package": 23956,
+    "statements of the package": 19727,
+    "tokens of the package": 229746,
+    "lines of code of the core": 7995,
+    "statements of the core": 6926,
+    "tokens of the core": 74467,
     "lines of code of examples, benchmarks and tools": 7445,
     "lines of the longest file": 600,
     "booleans of the core": 35,
@@ -43,7 +43,7 @@ BUDGETS = {
     "modules that one other module imports": 21,
     "files of a step, two ranks": 28,
     "files of a step, one rank, offload": 29,
-    "words in docs/": 44955,
+    "words in docs/": 44993,
 }
 
 CORE = (
