@@ -20,7 +20,6 @@ from zeroshard.cli.options import DoctorOptions
 from zeroshard.comm.device import available_backends
 from zeroshard.comm.streams import Stopwatch, has_streams
 from zeroshard.memory.budget import host_bytes_free
-from zeroshard.stores.host import host_memory
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
@@ -186,7 +185,7 @@ def measure_machine(folder: Path | None = None) -> Machine:
     near, other = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     links: dict[str, float] = {}
     if has_streams(device):
-        far = host_memory(_BYTES, pinned=device.type == "cuda")
+        far = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         links["to_host"] = rate(_BYTES, lambda: far.copy_(near, non_blocking=True))
         links["from_host"] = rate(_BYTES, lambda: near.copy_(far, non_blocking=True))
     free = host_bytes_free()
