@@ -559,3 +559,14 @@ def test_full_state_dict_has_the_models_own_keys_and_values_on_rank_0(stage, dty
     for value in state.values():  # a copy
         value.zero_()
     assert all(torch.equal(buffer, plain.get_buffer(name)) for name, buffer in engine.named_buffers())
+
+
+def test_a_loss_for_each_sample_is_an_error_at_once():
+    engine = zeroshard.initialize(
+        nn.Linear(4, 2),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss_fn=lambda output, target: (output - target).square().mean(1),
+    ).engine
+    for call in (engine.eval_batch, engine.train_batch):
+        with pytest.raises((RuntimeError, ValueError), match=r"shape|scalar|element"):
+            call(torch.ones(3, 4), torch.ones(3, 2))

@@ -5,8 +5,10 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.checkpoint import runs
+from tests.ranks import on_ranks
 from zeroshard.memory import budget
 from zeroshard.memory.budget import check_budget, host_bytes_free, limits_of_groups
 from zeroshard.optim import AdamW8bit
@@ -83,3 +85,14 @@ def test_what_is_needed_what_there_is_and_what_needs_less_are_told_on_all_ranks(
             assert f"on each of {num_ranks} rank(s)" in message
             assert 'precision.main_dtype="bf16"' in message
         assert not list(tmp_path.rglob("*.swap"))
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_does_not_see_is_an_error_of_all(tmp_path):
+    config = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path)}}
+    lost = ValueError("the folder is gone") if dist.get_rank() else None
+    with (
+        mock.patch.object(budget, "check_folder", side_effect=lost),
+        pytest.raises(ValueError, match=r"the folder is gone \(rank 1\)"),
+    ):
+        runs.start(config, MAKERS["AdamW"])

@@ -149,7 +149,15 @@ class Opaque:
         self.value = value
 
 
+def each_other():
+    """Two dataclasses that refer to each other."""
+    first, second = Plain(A), Plain(B)
+    first.rest, second.rest = second, first
+    return first
+
+
 TRANSPARENT = {
+    "each other": (each_other(), [A, B]),
     "tensor": (A, [A]),
     "nothing": (None, []),
     "numbers and names": ((1, 2.5, "name", b"", True, None, torch.float32, torch.Size((1,))), []),
