@@ -17,7 +17,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What a command prints that ends well."""
     assert main(list(map(str, arguments))) == 0
     out, err = capsys.readouterr()
-    assert not err
+    assert "zeroshard:" not in err  # packages that are imported may warn
     return out
 
 

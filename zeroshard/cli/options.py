@@ -238,7 +238,7 @@ class DoctorOptions(NamedTuple):
 
     Examples:
         zeroshard doctor
-        zeroshard doctor --json --disk /mnt/nvme0 > machine.json
+        zeroshard doctor --json
     """
 
     json: bool = False
