@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 23956,
-    "statements of the package": 19727,
-    "tokens of the package": 229746,
+    "lines of code of the package": 23939,
+    "statements of the package": 19713,
+    "tokens of the package": 229654,
     "lines of code of the core": 7995,
     "statements of the core": 6926,
     "tokens of the core": 74467,

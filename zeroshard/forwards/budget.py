@@ -8,20 +8,18 @@
 A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
 its backward in any case. A Sequential whose parameters are not gathered may recompute runs of units, and runs
-in runs, by Rotor's plan: nested checkpoints carry it out. The measured unit of a kind stands for
-all with the same class and parameters.
+in runs, by Rotor's plan: nested checkpoints carry it out. The measured unit of a kind stands for all with the
+same class and parameters.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +45,6 @@ from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.state import Phase
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
 from zeroshard.tables import format_bytes
@@ -137,10 +134,6 @@ class _Measured:
         return StageCosts(forward=forward, backward=2 * forward, output=self.output, saved=saved)
 
 
-_BUDGETS = WeakSet["Budget"]()
-"""Those of accelerators."""
-
-
 class Budget:
     """Lets each unit keep what its backward needs, compute it again, or send it to the host and back.
 
@@ -176,7 +169,6 @@ class Budget:
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
             )
-        self._refuse_others()
         alike = [
             (type(module), tuple((p.shape, p.requires_grad) for p in module.parameters()))
             for module in modules
@@ -211,17 +203,6 @@ class Budget:
         changes.hook(root.register_forward_pre_hook(self._open))
         self._restart()
 
-    def _refuse_others(self) -> None:
-        if self._moving is not None:
-            if any(one._state.phase is not Phase.CLOSED for one in _BUDGETS):
-                gc.collect()  # those of engines that are gone
-            if any(one._state.phase is not Phase.CLOSED for one in _BUDGETS):
-                raise ValueError(
-                    "recompute='auto': expected one engine with a budget in a process, since a device counts "
-                    "one peak: close the other engine first"
-                )
-            _BUDGETS.add(self)
-
     def _restart(self) -> None:
         """Measure from here on: at the begin, and when a unit is given more than ever."""
         self._steps = 0
@@ -247,8 +228,8 @@ class Budget:
         flats = [buffer.full for unit in units for buffer in unit.buffers]
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or is_in_backward():
-                return forward(*args, **kwargs)
+            if self.tree is not None or not torch.is_grad_enabled() or is_in_backward():
+                return forward(*args, **kwargs)  # a run of a chain is computed again as it was computed
             given = _bytes_of((args, kwargs))
             self._enter(number, given)
             name = self.names[number]
@@ -366,7 +347,7 @@ class Budget:
             return
         if found.seconds < flat.seconds or flat.peak > room:
             self.tree = tree_of(found.tasks)
-            self._name([_KEEP] * len(self._kinds))  # in its run, each stage computes as it is
+            self._name([_KEEP] * len(self._kinds))
             for part in self.tree:
                 for number in () if isinstance(part, int) else _stages(part):
                     self._shown[number][-1] = _RECOMPUTE
