@@ -204,7 +204,7 @@ def build_case(seed: int) -> Case:
             config["precision"]["overrides"] = draw_overrides(seed, model, main_dtype, is_exact=is_exact)
     if habits.penalty:  # derivatives of gradients have another graph on each rank then
         steps = [replace(step, cuts=((),) * num_ranks, num_forwards=1) for step in steps]
-    if draws_muon(seed):
+    if draws_muon(seed) and "ignored" not in config:  # an ignored matrix in Muon's groups is refused
         case = replace(case, optimizer=MUON)
     return tiers.step_early(replace(case, steps=tuple(steps), habits=habits))
 
