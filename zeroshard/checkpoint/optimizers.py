@@ -342,8 +342,8 @@ def _check_states(
     if not has_same_blocks and any(is_scales(key, tensors) for key in tensors):
         raise ValueError(
             f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks: "
-            "expected the mesh.tp of saving. Load them there into an optimizer of 32 bits, with convert_states=True, "
-            "and save again"
+            "expected the mesh.tp of saving. Load them there into an optimizer of 32 bits, with "
+            "convert_states=True, and save again"
         )
     if (family := rule_named(kind)) is None:
         return None
