@@ -19,6 +19,7 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.peaks import growth, needs_linux
+from tests.commands import failure
 from tests.distributed.models import LLAMA, VOCABULARY, Tiny
 from tests.distributed.training import numbers, start, step, token_loss, tokens
 from tests.ranks import on_ranks
@@ -415,16 +416,6 @@ def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks,
         *("config.json", "generation_config.json", "model.safetensors")
     }
     assert_equal(load("Llama", tmp_path / "there").state_dict(), build("Llama").state_dict())
-
-
-def failure(capsys, *arguments: object) -> tuple[int, str]:
-    """The exit code and the one line of a command that fails."""
-    code = main(list(map(str, arguments)))
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("zeroshard: ")
-    assert err.count("\n") == 1
-    return code, err
 
 
 def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys):

@@ -103,7 +103,7 @@ def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_change
     found = differences(state(other), before)
     other.load_checkpoint(tmp_path, restore_hyperparameters=False)
     train(other, range(5))
-    assert "an LR schedule of 3 parts, the engine has one of 2" in message
+    assert "expected LR schedules of the same number of parts, got 3 and 2" in message
     assert found == []
 
 

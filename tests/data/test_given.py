@@ -192,7 +192,7 @@ def test_another_length_begins_the_next_epoch_with_a_warning():
     run(first, 2)
     shorter = GivenLoader(stateful(Numbers(6), batch_size=2), CPU)
     with pytest.warns(
-        UserWarning, match=r"expected epochs of 6 batches .* got 3; going on at the start of epoch 1"
+        UserWarning, match=r"has epochs of 6 batches .* this run 3; going on at the start of epoch 1"
     ):
         shorter.load_state_dict(first.state_dict())
     assert shorter.num_epochs == 1
@@ -280,7 +280,7 @@ def at_other_ranks(folder, save):
 def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
     ranks(2, at_other_ranks, str(tmp_path), True)
     ((said,), num_epochs) = ranks(1, at_other_ranks, str(tmp_path), False)[0]
-    assert said.startswith("training_data: expected 2 data-parallel ranks")
+    assert said.startswith("training_data: the checkpoint has places of 2 data-parallel ranks")
     assert num_epochs == 1
 
 
@@ -288,7 +288,7 @@ def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
 def test_a_place_in_a_dataloader_is_none_in_a_dataset_and_the_other_way(tmp_path):
     for saved, said in (
         (lambda: own("stateful"), "expected a DataLoader, .* got a Dataset; the data begin where they are"),
-        (lambda: Numbers(8), "got none: the data begin where they are"),
+        (lambda: Numbers(8), "has places of 0 data-parallel ranks, and this run 1; going on at the start of epoch 0"),
     ):
         made = start(saved())
         train(made, forever(made), 2)

@@ -6,7 +6,7 @@ States become the states of the present optimizer, to the bit or converted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,8 +205,33 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | No
                 group[key] = float(value) if isinstance(value, Tensor) and key in group else value
 
 
+def join_schedules(
+    states: Sequence[Mapping[str, Any]], join: Callable[[list[list[Any]]], list[Any]]
+) -> dict[str, Any]:
+    """Return one state of an LR scheduler, made of states of the same form; all else is from the first one.
+
+    Args:
+        states: the states.
+        join: makes a list for groups of the lists that the states have for theirs.
+
+    Raises:
+        ValueError: a SequentialLR or ChainedScheduler has another number of schedulers.
+    """
+    joined = dict(states[0])
+    for key, value in joined.items():
+        found = [state.get(key, value) for state in states]
+        if key in PER_GROUP and isinstance(value, list):
+            joined[key] = join(found)
+        elif key == "_schedulers":
+            if len({len(parts) for parts in found}) > 1:
+                numbers = " and ".join(str(len(parts)) for parts in found)
+                raise ValueError(f"expected LR schedules of the same number of parts, got {numbers}")
+            joined[key] = [join_schedules(parts, join) for parts in zip(*found, strict=True)]
+    return joined
+
+
 def reorder_schedule(
-    saved: dict[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
+    saved: Mapping[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
 ) -> dict[str, Any]:
     """Return the saved state of an LR scheduler, with its lists in the order of the present groups.
 
@@ -216,22 +241,14 @@ def reorder_schedule(
         matches: for each present group the index of the saved one; None if there is none.
 
     Raises:
-        ValueError: a SequentialLR or ChainedScheduler has another number of schedulers.
+        ValueError: as `join_schedules`.
     """
-    state = dict(saved)
-    for key, value in saved.items():
-        present = current.get(key)
-        if key in PER_GROUP and isinstance(value, list):
-            kept: list[Any] = present if isinstance(present, list) else value
-            state[key] = [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
-        elif key == "_schedulers" and isinstance(present, list | tuple):
-            if len(value) != len(present):
-                raise ValueError(
-                    f"the checkpoint has an LR schedule of {len(value)} parts, the engine has one of "
-                    f"{len(present)}: expected the same number"
-                )
-            state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
-    return state
+
+    def reorder(lists: list[list[Any]]) -> list[Any]:
+        value, kept = lists
+        return [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
+
+    return join_schedules([saved, current], reorder)
 
 
 def place_scalar(key: str, value: Any, parameter: ShardedParameter, group: Mapping[str, Any]) -> Any:
