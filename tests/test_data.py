@@ -115,24 +115,6 @@ def test_an_epoch_cut_at_any_batches_and_continued_in_other_layouts_takes_every_
     assert taken[:length] == whole
 
 
-@pytest.mark.long
-@given(LENGTHS, st.integers(1, 3), BATCH_SIZES, st.data())
-def test_a_run_resumed_in_its_own_layout_sees_the_batches_that_it_would_have_seen(
-    length, num_ranks, batch_size, data
-):
-    for rank in range(num_ranks):
-        undisturbed = loader(length, batch_size, rank, num_ranks)
-        batches = batches_of(itertools.chain(undisturbed, undisturbed, undisturbed))
-        num_seen = data.draw(st.integers(0, 2 * len(undisturbed)))
-        stopped = loader(length, batch_size, rank, num_ranks)
-        seen = batches_of(itertools.chain(stopped, stopped), num_seen)
-        resumed = loader(length, batch_size, rank, num_ranks)
-        resumed.load_state_dict(stopped.state_dict())
-        assert resumed.state_dict() == stopped.state_dict()
-        rest = itertools.chain(resumed, resumed, resumed)
-        assert seen + batches_of(rest, len(batches) - num_seen) == batches
-
-
 def test_an_epoch_whose_smaller_last_batch_is_dropped_is_over_when_it_is_resumed():
     first, resumed = (loader(11, 2, num_ranks=2, drop_last=True) for _ in range(2))
     assert len(list(first)) == 3

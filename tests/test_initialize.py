@@ -169,13 +169,6 @@ def test_under_torchrun_it_opens_the_process_group_itself():
 # --------------------------------------------------------------------------------------- refused: config
 
 
-def test_a_misspelt_config_key_is_refused_with_the_closest_one():
-    assert refusal(Tiny(), None, {"stge": 3}).startswith("unknown config key 'stge'; did you mean 'stage'?")
-    assert "unknown config key 'precision.parm_dtype'; did you mean 'precision.param_dtype'?" in refusal(
-        Tiny(), None, {"precision": {"parm_dtype": "bf16"}}
-    )
-
-
 @pytest.mark.parametrize("model", [None, lambda x: x, Tiny])
 def test_a_model_that_is_no_module_is_refused(model):
     assert refusal(model).startswith("expected a torch.nn.Module as model, got ")

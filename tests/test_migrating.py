@@ -106,7 +106,7 @@ def test_what_a_ddp_script_becomes_trains_the_same(tmp_path):
 def test_evaluation_on_rank_0_alone_works_up_to_stage_2_and_is_an_error_at_stage_3(stage):
     names = run("", int(os.environ["RANK"]))
     optimizer = torch.optim.SGD(names["model"].parameters(), lr=0.1)
-    config = {"stage": stage, "watchdog_s": 1 if stage == 3 else 60}
+    config = {"stage": stage, "watchdog_s": 0.4 if stage == 3 else 60}
     engine = zeroshard.initialize(names["model"], optimizer, config).engine
     inputs, targets = names["loader"][0]
     refused = pytest.raises(RuntimeError, match=r"every forward \(in evaluation too\)")

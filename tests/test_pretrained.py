@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import zeroshard
 from tests.checkpoint.peaks import growth, needs_linux
-from tests.distributed.models import VOCABULARY
+from tests.distributed.models import LLAMA, VOCABULARY
 from tests.distributed.training import SOME_STAGES, plain, replicate, start, step, token_loss
 from zeroshard import Config
 from zeroshard.assemble import shard_over
@@ -28,19 +28,10 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel  # noqa: E402
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-
 
 def llama(cls=LlamaForCausalLM, **options):
     torch.manual_seed(1)
-    return cls(LlamaConfig(**SIZES, use_cache=False, **options))
+    return cls(LlamaConfig(**LLAMA, **options))
 
 
 def save(folder: Path, model, **how) -> Path:
@@ -77,7 +68,7 @@ def test_values_and_dtypes_are_those_of_transformers(tmp_path, dtype, saved):
 def test_experts_that_transformers_stacks_are_stacked(tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    save(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)))
+    save(tmp_path, MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)))
     model = zeroshard.from_pretrained(AutoModelForCausalLM, tmp_path)
     assert all(is_stored(parameter) for parameter in model.parameters())
     assert_same(model, MixtralForCausalLM.from_pretrained(tmp_path))
@@ -251,7 +242,7 @@ def load_as_one_of_many(folder: str) -> tuple[int, int, int]:
 @needs_linux
 def test_a_rank_holds_no_more_than_its_shard_and_a_tensor_while_it_reads(ranks, tmp_path):
     shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 4096}
-    save(tmp_path, LlamaForCausalLM(LlamaConfig(**SIZES | shape)))
+    save(tmp_path, LlamaForCausalLM(LlamaConfig(**LLAMA | shape)))
     [(grown, shard, largest)] = ranks(1, load_as_one_of_many, str(tmp_path), process_group=False)
     assert grown <= 1.5 * shard + largest
 

@@ -80,7 +80,7 @@ def waits():
     for loss in (square_loss(engine, 0), None):
         engine.reset_comm_report()
         if dist.get_rank() == 1:
-            time.sleep(0.3)
+            time.sleep(0.2)
         loss.backward() if loss is not None else engine.clip_grad_norm_(1.0)
         found.append(engine.comm_report().waited_s)
     return found
@@ -90,8 +90,8 @@ def test_the_time_for_which_a_rank_waits_for_a_slower_one_is_counted_by_collecti
     fast, slow = ranks(2, waits)
     for phase, kinds in ((0, ("all_gather", "reduce_scatter")), (1, ("control",))):
         waited = [sum(rank[phase][kind] for kind in kinds) for rank in (fast, slow)]
-        assert 0.2 < waited[0] < 5
-        assert waited[1] < waited[0] - 0.1
+        assert 0.1 < waited[0] < 5
+        assert waited[1] < waited[0] - 0.05
         assert sum(fast[phase].values()) == pytest.approx(waited[0], abs=0.1)
 
 

@@ -57,11 +57,6 @@ class FileTensor:
         """The number of elements."""
         return math.prod(self.shape)
 
-    @property
-    def is_stored(self) -> bool:
-        """True: it is in a file."""
-        return True
-
     def cast(self, dtype: torch.dtype) -> FileTensor:
         """Return the same tensor, read as another dtype."""
         return replace(self, dtype=dtype)

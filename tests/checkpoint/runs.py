@@ -220,8 +220,8 @@ def read_whole(stored: Stored) -> dict[str, Tensor]:
     return found
 
 
-def write(folder: Path, parts: list[TensorSlice]) -> None:
-    """Write a checkpoint of these tensors alone, without ranks."""
+def snapshot_of(folder: Path, parts: list[TensorSlice], device: torch.device) -> Snapshot:
+    """A checkpoint of these tensors alone."""
     manifest = Manifest(
         written_by={},
         model={},
@@ -236,14 +236,19 @@ def write(folder: Path, parts: list[TensorSlice]) -> None:
         parameters={},
         buffers=(),
     )
-    axis = Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=10)
-    snapshot = Snapshot(
+    return Snapshot(
         folder=folder,
         tag="t",
         keep_last=None,
         slices=parts,
         manifest=manifest,
         values={},
-        memory=TierMemory(torch.device("cpu"), None, 0),
+        memory=TierMemory(device, None, 0),
     )
-    write_snapshot(snapshot, axis)
+
+
+def write(folder: Path, parts: list[TensorSlice]) -> None:
+    """Write it without ranks."""
+    device = torch.device("cpu")
+    axis = Axis(None, device=device, counter=Counter(), timeout_s=10)
+    write_snapshot(snapshot_of(folder, parts, device), axis)

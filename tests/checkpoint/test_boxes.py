@@ -70,15 +70,6 @@ def test_pieces_of_any_box_are_cut_along_as_few_dimensions_as_can_be(case, limit
 
 
 @given(FULL_SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape), boxes(shape))))
-def test_the_common_part_of_two_boxes_is_what_both_hold(case):
-    shape, one, other = case
-    common = one.intersect(other)
-    shared = sorted(set(elements(shape, one)) & set(elements(shape, other)))
-    assert (elements(shape, common) if common else []) == shared
-    assert common == other.intersect(one)
-
-
-@given(FULL_SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape), boxes(shape))))
 def test_runs_move_exactly_the_shared_elements_to_their_places(case):
     shape, source, target = case
     stored = elements(shape, source)

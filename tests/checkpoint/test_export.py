@@ -19,9 +19,11 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.peaks import growth, needs_linux
-from tests.distributed.models import VOCABULARY, Tiny
+from tests.commands import failure
+from tests.distributed.models import LLAMA, VOCABULARY, Tiny
 from tests.distributed.training import numbers, start, step, token_loss, tokens
 from tests.ranks import on_ranks
+from zeroshard.checkpoint.manifest import saved_names
 from zeroshard.cli.main import main
 from zeroshard.lazy.deferred import values_of
 
@@ -29,15 +31,6 @@ transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, load_model  # noqa: E402
 
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
 BERT = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 T5 = {"d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -166,6 +159,25 @@ def test_a_new_export_leaves_nothing_of_the_one_before(trained, tmp_path):
     assert "model.safetensors" not in listings[2]
     shards = listings[2] - configs - {"model.safetensors.index.json"}
     assert all(name.endswith(f"-of-{len(shards):05}.safetensors") for name in shards)
+
+
+NAMES = {"tied": {"head": "embed", "decoder": "embed"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "expected"),
+    [
+        (NAMES, ["norm"], ["norm"]),
+        (NAMES, ["embed", "decoder", "head"], ["embed"]),
+        (NAMES, ["decoder", "embed", "head"], ["embed"]),  # transformers ties to this one
+        (NAMES, ["decoder", "head"], ["decoder"]),
+        ({"tied": {}}, ["embed", "head"], ["embed", "head"]),  # the user tied them: transformers will not
+        ({}, ["embed", "head"], ["embed"]),  # not of transformers
+        (NAMES | {"not_saved": ["positions"]}, ["positions"], []),
+    ],
+)
+def test_a_parameter_is_written_under_the_names_that_are_not_tied_again(model, names, expected):
+    assert saved_names(model, names) == expected
 
 
 # -------------------------------------------------------------------------------- other kinds of models
@@ -404,16 +416,6 @@ def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks,
         *("config.json", "generation_config.json", "model.safetensors")
     }
     assert_equal(load("Llama", tmp_path / "there").state_dict(), build("Llama").state_dict())
-
-
-def failure(capsys, *arguments: object) -> tuple[int, str]:
-    """The exit code and the one line of a command that fails."""
-    code = main(list(map(str, arguments)))
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("zeroshard: ")
-    assert err.count("\n") == 1
-    return code, err
 
 
 def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_every_optimizer_goes_on_to_the_bit_at_its_own_and_another_stage(tmp_pat
     return found
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_how_a_step_is_computed_is_the_resumed_runs_own_choice(tmp_path):
     """Saved by the default kernels, resumed by the fused ones: `step` is where each expects it, and `lr`."""
     default = functools.partial(make_optimizer, name="AdamW", options={"lr": torch.tensor(1e-2)})
@@ -117,7 +117,7 @@ def test_a_model_alone_is_saved_and_loaded(tmp_path):
     return [name for name, value in want.items() if not torch.equal(got[name], value)]
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_parameters_that_no_saved_optimizer_had_keep_their_present_state(tmp_path):
     """Saved with an optimizer over the blocks, loaded with one over everything."""
     blocks = {f"blocks.{name}" for name, _ in build().blocks.named_parameters()}
@@ -132,7 +132,7 @@ def test_parameters_that_no_saved_optimizer_had_keep_their_present_state(tmp_pat
     assert {count for name, count in steps.items() if name not in blocks} == {0}
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_states_of_another_optimizer_are_refused_unless_they_mean_the_same_and_that_is_asked_for(tmp_path):
     engine = start(3)
     train(engine, BEFORE)
@@ -214,7 +214,7 @@ def exponential(optimizer):
     return ExponentialLR(optimizer, 0.5)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_group_without_parameters_gets_its_hyperparameters_back_as_in_torch(tmp_path):
     engine = start(3, with_an_empty_group, lr_scheduler=exponential)
     train(engine, BEFORE)
@@ -227,7 +227,7 @@ def test_a_group_without_parameters_gets_its_hyperparameters_back_as_in_torch(tm
         assert "initial_lr" in got  # torch's schedules ask for it
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_merging_groups_of_different_hyperparameters_is_refused_unless_the_present_ones_are_kept(tmp_path):
     engine = start(3, functools.partial(in_groups, order=(0, 1, 2, 3), others=(0.0, 0.5)))
     train(engine, BEFORE)
@@ -312,7 +312,7 @@ def test_a_schedule_goes_on_where_it_was(tmp_path, name):
     return found + [calls[1:]] * any(one != calls[0] for one in calls)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_another_schedule_is_refused_unless_it_is_to_stay(tmp_path):
     engine = start(3, in_groups, lr_scheduler=SCHEDULES["cosine"])
     train(engine, BEFORE)

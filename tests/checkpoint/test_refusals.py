@@ -1,5 +1,6 @@
 """What would be lost, half saved or half loaded is refused, and the engine goes on."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
 from tests.checkpoint.runs import differences, refusal, start, state, token_loss, train
 from tests.ranks import on_ranks
-from zeroshard.checkpoint.save import SnapshotMemory
+from zeroshard.checkpoint.save import Saver
 
 
 @on_ranks(2)
@@ -102,7 +103,7 @@ def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_change
     found = differences(state(other), before)
     other.load_checkpoint(tmp_path, restore_hyperparameters=False)
     train(other, range(5))
-    assert "an LR schedule of 3 parts, the engine has one of 2" in message
+    assert "expected LR schedules of the same number of parts, got 3 and 2" in message
     assert found == []
 
 
@@ -122,17 +123,17 @@ def test_a_plain_loop_counts_its_steps_too(tmp_path):
 
 @on_ranks(2)
 def test_a_copy_that_fails_on_one_rank_at_once_or_when_the_device_comes_to_it_fails_on_all(tmp_path):
-    engine, original = start(3), SnapshotMemory.copy
+    engine, original = start(3), Saver.copied
 
-    def fail(self, slices, memory):
+    def fail(*_):
         raise RuntimeError("no memory")
 
-    def fail_later(self, slices, memory):
-        return original(self, slices, memory)[0], lambda: fail(self, slices, memory)
+    def fail_later(self, snapshot):
+        return replace(original(self, snapshot), wait=fail)
 
     messages = []
     for copy in (fail, fail_later):
-        with mock.patch.object(SnapshotMemory, "copy", copy if dist.get_rank() == 1 else original):
+        with mock.patch.object(Saver, "copied", copy if dist.get_rank() == 1 else original):
             if copy is fail:
                 messages.append(refusal(lambda: engine.save_checkpoint(tmp_path, blocking=False)))
             else:
@@ -159,18 +160,12 @@ def test_uneven_forwards_go_on_beside_a_save_where_parameters_are_replicated(tmp
 
 
 @on_ranks(2)
-def test_client_state_holds_no_slices_and_no_more_than_it_shows(tmp_path):
+def test_client_state_holds_no_slices(tmp_path):
     engine = start(3)
     slice_of = next(iter(engine.parameters()))
     message = refusal(lambda: engine.save_checkpoint(tmp_path, client_state={"best": [slice_of]}), ValueError)
-    big = torch.zeros(1 << 20)
-    engine.save_checkpoint(tmp_path, client_state={"few": big[:3]})
-    few = engine.load_checkpoint(tmp_path)["few"]
-    few, size = few.tolist(), (tmp_path / "step-0.0" / "values.safetensors").stat().st_size
     assert "client_state['best'][0]: expected tensors" in message
     assert "got zeroshard.parameters.sharded.ShardedParameter" in message
-    assert few == [0.0] * 3
-    assert size < 1 << 20
 
 
 @on_ranks(2)

@@ -114,6 +114,7 @@ def test_torch_reads_codes_in_the_shape_of_the_parameter_and_scales_in_one_dimen
         assert torch.equal(scales, stop.tensors[fqn, "exp_avg_slow_absmax"])
 
 
+@pytest.mark.long
 def test_dropout_goes_on_to_the_bit_at_the_same_layout(ranks, tmp_path):
     (stop, end), _ = ranks(2, save, tmp_path, "AdamW", 0.3)
     [(loaded, after)] = ranks(2, resume, tmp_path, [3], "AdamW", None, 0.3)[0]

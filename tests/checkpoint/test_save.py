@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.checkpoint.runs import differences, start, state, train
+from tests.checkpoint.runs import differences, snapshot_of, start, state, train
 from tests.endings import Forks, run  # noqa: F401 (a fixture)
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.checkpoint.files import find
+from zeroshard.checkpoint.save import Saver
+from zeroshard.checkpoint.tensors import TensorSlice
 
 
 def contents(folder, tag=None):
@@ -97,6 +99,24 @@ def test_loading_waits_for_a_save_in_the_background(tmp_path):
     assert not differences(state(engine), want)
     assert train(engine, range(2, 4)) == end
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_are_pinned_and_have_the_values_of_the_moment():
+    values = torch.ones(5 << 20, device="cuda"), torch.arange(3, device="cuda"), torch.ones(5 << 20).double()
+    parts = [TensorSlice("a", value.shape, 0, value.cuda()) for value in values]
+    before = [part.data.cpu() for part in parts]
+    saver, snapshot = Saver(None), snapshot_of(None, parts, torch.device("cuda"))
+    saver.copied(snapshot).wait()  # to pin memory, the driver waits for the device
+    torch.cuda._sleep(2_000_000_000)  # cycles, a second; the copies are queued behind it
+    slow = torch.cuda.current_stream().record_event()
+    copied = saver.copied(snapshot)
+    for part in parts:
+        part.data.zero_()  # queued behind the copies
+    assert not slow.query()  # the host did not wait
+    copied.wait()
+    assert all(part.data.is_pinned() for part in copied.slices)
+    assert all(torch.equal(part.data, value) for part, value in zip(copied.slices, before, strict=True))
 
 
 SCRIPT = """

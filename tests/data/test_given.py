@@ -15,11 +15,12 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
 )
 
 import zeroshard
 from tests.ranks import on_ranks
-from zeroshard.data.loader import EpochLoader, GivenLoader, refuse_generators
+from zeroshard.data.loader import EpochLoader, GivenLoader, refuse_generators, warn_of_same_samples
 
 CPU = torch.device("cpu")
 
@@ -142,6 +143,18 @@ def test_a_place_between_two_epochs_goes_on_with_the_next_one():
     assert resumed.num_epochs == 2
     assert len(list(resumed)) == 7
     assert resumed.loader.told == [2]
+    shuffled = LOADERS["stateful, shuffled"]
+    torch.manual_seed(7)
+    whole = GivenLoader(shuffled(), CPU)
+    epochs = [[batch.tolist() for batch in whole] for _ in range(4)]
+    torch.manual_seed(7)
+    first = GivenLoader(shuffled(), CPU)
+    assert [[batch.tolist() for batch in first] for _ in range(2)] == epochs[:2]
+    random = torch.get_rng_state()
+    resumed = GivenLoader(shuffled(), CPU)
+    resumed.load_state_dict(first.state_dict())
+    torch.set_rng_state(random)
+    assert [[batch.tolist() for batch in resumed] for _ in range(2)] == epochs[2:]
 
 
 def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
@@ -179,7 +192,7 @@ def test_another_length_begins_the_next_epoch_with_a_warning():
     run(first, 2)
     shorter = GivenLoader(stateful(Numbers(6), batch_size=2), CPU)
     with pytest.warns(
-        UserWarning, match=r"expected epochs of 6 batches .* got 3; going on at the start of epoch 1"
+        UserWarning, match=r"has epochs of 6 batches .* this run 3; going on at the start of epoch 1"
     ):
         shorter.load_state_dict(first.state_dict())
     assert shorter.num_epochs == 1
@@ -267,7 +280,7 @@ def at_other_ranks(folder, save):
 def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
     ranks(2, at_other_ranks, str(tmp_path), True)
     ((said,), num_epochs) = ranks(1, at_other_ranks, str(tmp_path), False)[0]
-    assert said.startswith("training_data: expected 2 data-parallel ranks")
+    assert said.startswith("training_data: the checkpoint has places of 2 data-parallel ranks")
     assert num_epochs == 1
 
 
@@ -275,7 +288,7 @@ def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
 def test_a_place_in_a_dataloader_is_none_in_a_dataset_and_the_other_way(tmp_path):
     for saved, said in (
         (lambda: own("stateful"), "expected a DataLoader, .* got a Dataset; the data begin where they are"),
-        (lambda: Numbers(8), "got none: the data begin where they are"),
+        (lambda: Numbers(8), "has places of 0 data-parallel ranks, and this run 1; going on at the start of epoch 0"),
     ):
         made = start(saved())
         train(made, forever(made), 2)
@@ -357,18 +370,52 @@ def test_a_dataset_that_has_grown_has_all_its_samples_in_the_next_epoch():
     assert (loader.state_dict()["position"], loader.state_dict()["num_samples"]) == (8, 8)
 
 
-def test_a_stateful_loader_goes_on_between_two_epochs():
-    def loader():
-        return stateful(Numbers(11), batch_size=2, shuffle=True)
+# ------------------------------------------------------- the same samples on all ranks
 
-    torch.manual_seed(7)
-    whole = GivenLoader(loader(), CPU)
-    epochs = [[batch.flatten().tolist() for batch in whole] for _ in range(4)]
-    torch.manual_seed(7)
-    first = GivenLoader(loader(), CPU)
-    assert [[batch.flatten().tolist() for batch in first] for _ in range(2)] == epochs[:2]
-    state, random = first.state_dict(), torch.get_rng_state()
-    resumed = GivenLoader(loader(), CPU)
-    resumed.load_state_dict(state)
-    torch.set_rng_state(random)
-    assert [[batch.flatten().tolist() for batch in resumed] for _ in range(2)] == epochs[2:]
+TAKEN = Numbers(8)
+
+
+class Shares(BatchSampler):
+    """A batch sampler of another library, which may divide batches among ranks."""
+
+
+TAKES_ALL = {
+    "in order": (True, lambda: DataLoader(TAKEN, batch_size=2)),
+    "shuffled": (True, lambda: DataLoader(TAKEN, batch_size=2, shuffle=True)),
+    "single samples": (True, lambda: DataLoader(TAKEN, batch_size=None)),
+    "stateful, shuffled": (True, lambda: stateful(TAKEN, batch_size=2, shuffle=True)),
+    "distributed": (False, lambda: DataLoader(TAKEN, sampler=DistributedSampler(TAKEN, 2, 0))),
+    "distributed, stateful": (False, lambda: stateful(TAKEN, sampler=DistributedSampler(TAKEN, 2, 0))),
+    "divided": (False, lambda: DataLoader(TAKEN, batch_sampler=Shares(SequentialSampler(TAKEN), 2, False))),
+    "stream": (False, lambda: DataLoader(Stream(), batch_size=2)),
+    "of no library": (False, lambda: [torch.zeros(2, 1)]),
+}
+
+
+@pytest.mark.parametrize("kind", TAKES_ALL)
+def test_only_a_loader_that_takes_all_samples_on_each_rank_is_warned_of(kind):
+    takes_all, make = TAKES_ALL[kind]
+    for num_ranks in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_same_samples(make(), num_ranks)
+        texts = [str(one.message) for one in caught if "training_data" in str(one.message)]
+        assert len(texts) == (takes_all and num_ranks > 1)
+        assert all("samples of its dataset on each of 2 data-parallel ranks" in text for text in texts)
+
+
+def warnings_of_start():
+    model = nn.Linear(1, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zeroshard.initialize(model, None, {}, training_data=stateful(TAKEN, batch_size=2)).engine.close()
+    return [(str(one.message), one.filename) for one in caught if "all samples" in str(one.message)]
+
+
+def test_one_of_the_ranks_warns_where_initialize_was_called(ranks):
+    (said,), others = ranks(2, warnings_of_start)
+    assert said[0].startswith(
+        "training_data: the SequentialSampler of this StatefulDataLoader takes all samples"
+    )
+    assert said[1] == __file__
+    assert others == []

@@ -96,6 +96,18 @@ class Llama(nn.Module):
         return {"logits": self.lm_head(self.norm(x))}
 
 
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+"""The sizes of a small one of transformers."""
+
+
 class Tiny(nn.Module):
     """`num_blocks` blocks of a few hundred elements; [n, 7] -> [n, 3]."""
 

@@ -199,12 +199,10 @@ REFUSED: dict[object, str] = {
 
 
 @on_ranks(2)
-def test_all_ranks_refuse_a_target_that_cannot_be_opened_and_a_wrong_number() -> None:
+def test_all_ranks_refuse_a_target_that_cannot_be_opened() -> None:
     engine, _ = start(Tiny(), "SGD")
     for target, text in REFUSED.items():
         assert re.match(text, caught(zeroshard.StepLog, engine, target, every=1))
-    expected = "ValueError: every: expected an integer >= 1, got 0"
-    assert caught(zeroshard.StepLog, engine, every=0) == expected
 
 
 @on_ranks(1)
@@ -242,8 +240,3 @@ def test_a_log_that_reads_a_loss_of_nan_tells_of_it_once() -> None:
             log.step(loss * math.nan)
     (text,) = [str(one.message) for one in told]
     assert text.startswith("step 1 was taken with a loss or a gradient norm that is not finite")
-
-
-def test_a_log_needs_an_engine() -> None:
-    with pytest.raises(TypeError, match=r"expected an engine of zeroshard\.initialize, got Tiny"):
-        zeroshard.StepLog(Tiny(), "terminal")  # type: ignore[arg-type]

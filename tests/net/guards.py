@@ -19,7 +19,7 @@ GUARDS = (
         file="zeroshard/config/checked.py",
         find="if not met:",
         replace="if False:",
-        tests=("test_what_concerns_sharded_parameters_needs_stage_3",),
+        tests=("test_a_config_that_follows_each_message_is_taken",),
     ),
     Break(
         name="no_key_is_suggested",

@@ -179,8 +179,8 @@ ORDERS = (
         name="a_save_in_the_background_sees_later_values",
         says="A save in the background writes the values of the moment at which its thread comes to them.",
         file="zeroshard/checkpoint/save.py",
-        find="snapshot = replace(snapshot, slices=slices, wait=wait)",
-        replace="snapshot = replace(snapshot, wait=wait)",
+        find="return replace(snapshot, slices=copies, wait=self._buffer.last.synchronize)",
+        replace="return replace(snapshot, wait=self._buffer.last.synchronize)",
         tests=("test_a_save_in_the_background_holds_the_values_of_the_call",),
     ),
     Break(

@@ -134,7 +134,7 @@ PLANS = (
         file="zeroshard/checkpoint/manifest.py",
         find='return [name for name in wanted if name not in model["tied"]] or wanted[:1]',
         replace="return wanted",
-        tests=("tests/checkpoint/test_description.py",),
+        tests=("test_a_parameter_is_written_under_the_names_that_are_not_tied_again",),
     ),
     Break(
         name="an_export_keeps_the_main_dtype",

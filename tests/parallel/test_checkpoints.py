@@ -142,22 +142,31 @@ def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, 
 
 
 @without_numba
-def refuses_other_blocks(folder):
-    engine = start(3, 1, optimizer="8-bit")
-    before = engine.full_state_dict()
-    with pytest.raises(ValueError, match=r"states of '.*' in the 8 bits .* in the blocks of this layout"):
-        engine.load_checkpoint(folder, "saved")
-    assert same(engine.full_state_dict(), before) == []
-    engine.load_checkpoint(folder, "saved", convert_states=True)
-    found = values_of(engine), train(engine, range(2, 4))
+def converts(folder, tp, optimizer, saved, again):
+    """Load states into others of 32 or 8 bits, and save them; the values that were loaded."""
+    engine = start(3, tp, optimizer=optimizer)
+    engine.load_checkpoint(folder, saved, convert_states=True)
+    engine.save_checkpoint(folder, again)
+    found = values_of(engine)
     engine.close(restore=False)
     return found
 
 
-def test_8_bit_states_get_new_blocks_only_on_request(ranks, tmp_path):
-    [(want, _, losses), *_] = ranks(2, save, tmp_path, 2, "8-bit")
-    [(got, got_losses)] = ranks(1, refuses_other_blocks, tmp_path)
-    assert got_losses == pytest.approx(losses, rel=1e-2)  # states are rounded to 8 bits once more
+def refuses_other_blocks(folder):
+    engine = start(3, 1, optimizer="8-bit")
+    before = engine.full_state_dict()
+    for converts in (False, True):
+        with pytest.raises(ValueError, match=r"have scales for blocks of other tensor ranks: .* of 32 bits"):
+            engine.load_checkpoint(folder, "saved", convert_states=converts)
+    assert same(engine.full_state_dict(), before) == []
+    engine.close(restore=False)
+
+
+def test_8_bit_states_get_new_blocks_by_way_of_32_bits_alone(ranks, tmp_path):
+    [(want, *_), *_] = ranks(2, save, tmp_path, 2, "8-bit")
+    ranks(1, refuses_other_blocks, tmp_path)
+    ranks(2, converts, tmp_path, 2, "AdamW", "saved", "wide")
+    [got] = ranks(1, converts, tmp_path, 1, "8-bit", "wide", "narrow")
     for name, value in want.items():
         # A value of 8 bits may move by one code: the widest gap of the codebook is 0.02 of the largest.
         bound = 0.02 * value.abs().max().item() if "exp_avg" in name else 0.0

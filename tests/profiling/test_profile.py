@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zeroshard
 from tests.distributed.models import Tiny
@@ -18,12 +17,16 @@ LOST, CLOCK_S = 0.1, 0.02
 
 ON_HOST = {"optimizer": "cpu", "parameters": "cpu"}
 CASES = {
-    "accumulated": {"stage": 2, "gradient_accumulation_steps": 2, "offload": {"optimizer": "cpu"}},
-    "parameters on the host": {"stage": 3, "offload": ON_HOST, "precision": {"main_dtype": "bf16"}},
+    "parameters on the host, accumulated": {
+        "stage": 3,
+        "gradient_accumulation_steps": 2,
+        "offload": ON_HOST,
+        "precision": {"main_dtype": "bf16"},
+    },
     "stepped in the backward": {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}},
     "parameters in files": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}},
 }
-COPIED = {"parameters on the host", "parameters in files"}
+COPIED = {"parameters on the host, accumulated", "parameters in files"}
 """Cases whose main parameters are not where compute reads them."""
 
 
@@ -96,10 +99,9 @@ def test_the_parts_of_steps_add_up_and_nothing_is_left(ranks, tmp_path, case):
         assert (1 - LOST) * inside - CLOCK_S <= parts <= outside
         assert all(profile.phases[kind] > 0 for kind in ("forward", "backward", "step", "wait"))
         assert (profile.phases["copy"] > 0) == (case in COPIED)
-        if CASES[case]["stage"] == 3:
-            block = profile.units["unit 'blocks.1'"]
-            assert all(block[kind] > 0 for kind in ("forward", "backward", "gather", "reduce", "wait"))
-            assert any("all-gather of unit 'blocks." in name for name in profile.waits)
+        block = profile.units["unit 'blocks.1'"]
+        assert all(block[kind] > 0 for kind in ("forward", "backward", "gather", "reduce", "wait"))
+        assert any("all-gather of unit 'blocks." in name for name in profile.waits)
         assert profile.phases["wait"] == pytest.approx(sum(profile.waits.values()))
         assert any("reduce-scatter" in name for name in profile.waits)
 
@@ -116,14 +118,6 @@ class Failing(torch.optim.SGD):
         if self.fails:
             raise LookupError("a step that fails")
         return super().step(closure)
-
-
-def fail_in_forward(engine):
-    def fail(*_):
-        raise LookupError("a forward that fails")
-
-    with engine.module.blocks[1].register_forward_pre_hook(fail):
-        train(engine, range(1, 2))
 
 
 def fail_in_backward(engine):
@@ -146,7 +140,7 @@ def fail_in_step(engine):
 @on_ranks(2)
 def test_a_step_that_fails_is_not_counted_and_the_profile_is_filled():
     """Training goes on inside or outside of the profile; and two profiles at a time are refused."""
-    for fail, inside in ((fail_in_forward, True), (fail_in_backward, False), (fail_in_step, True)):
+    for fail, inside in ((fail_in_backward, False), (fail_in_step, True)):
         model = tiny()
         engine, _ = start(model, Failing(model.parameters(), lr=0.1), stage=3)
         train(engine, range(1))
@@ -227,8 +221,6 @@ def test_a_step_of_several_optimizers_is_one():
     sharded.attach(*optimizers)
     with pytest.raises(TypeError, match="has no schedule"):
         zeroshard.profile(sharded, schedule=None).__enter__()
-    with pytest.raises(TypeError, match=r"expected an engine, or a model of zeroshard\.shard, got Linear"):
-        zeroshard.profile(nn.Linear(8, 8)).__enter__()
     with zeroshard.profile(sharded) as profile:
         for number in range(2):
             square_loss(sharded.module, number).backward()

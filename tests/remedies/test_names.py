@@ -29,10 +29,10 @@ def messages():
     """The strings of the package that are no docstrings and no parts of others, with their places."""
     found = []
     for path in sorted((ROOT / "zeroshard").rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        left_out |= {id(x) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for x in n.values}
-        strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr))
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        left_out = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        left_out |= {id(x) for n in nodes if isinstance(n, ast.JoinedStr) for x in n.values}
+        strings = (node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr))
         found += [
             (f"{path.relative_to(ROOT)}:{node.lineno}", text_of(node))
             for node in strings

@@ -14,38 +14,13 @@ from tests.remedies.told import (
 )
 
 
-def test_a_model_without_memory_is_filled():
-    class Plain(nn.Module):
-        """It has no `reset_parameters`, as torch.nn.Linear has."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(7, 7))
-
-        def forward(self, x):
-            return x @ self.weight
-
-    with torch.device("meta"):
-        model = Plain()
-    with told("under zeroshard.deferred_init() without device='meta'"):
-        start(model)
-    with zeroshard.deferred_init():
-        model = Plain()
-    trains(start(model), Plain())
-
-
-def test_a_deferred_model_is_initialized_inside_the_block_and_sharded_after():
-    with zeroshard.deferred_init():
-        model = nn.Linear(7, 7)
-        with told("build the model in the block, and call initialize after it"):
-            start(model)
-    nn.init.ones_(model.weight)
-    with told("expected weights to be initialized inside the block"):
-        start(model)
+def test_a_deferred_model_is_sharded_after_the_block():
     with zeroshard.deferred_init():
         model = nn.Linear(7, 7)
         nn.init.ones_(model.weight)
         nn.init.ones_(model.bias)
+        with told("build the model in the block, and call initialize after it"):
+            start(model)
     want = nn.Linear(7, 7)
     nn.init.ones_(want.weight), nn.init.ones_(want.bias)
     trains(start(model), want)

@@ -25,7 +25,6 @@ from tests.remedies.told import (
     trains,
     whole,
 )
-from zeroshard import Config
 
 CASES = []
 
@@ -87,36 +86,6 @@ def norms_and_counts_are_those_of_the_engine(folder):
     clipped = start(clip_grad_norm=0.01)
     take_step(clipped)
     same(whole(clipped), whole(engine))
-
-
-@case
-def a_loss_scale_is_that_of_the_engine(folder):
-    engine = start()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(engine)).backward()
-    with told(
-        "use Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
-    ):
-        scaler.unscale_(engine.optimizer)
-    precision = zeroshard.Precision(param_dtype="float16", loss_scale=8.0)
-    engine = zeroshard.initialize(net(), adamw, Config(precision=precision)).engine
-    take_step(engine)
-    assert engine.skipped_steps == 0
-
-
-@case
-def whole_values_are_loaded_under_unsharded(folder):
-    torch.manual_seed(3)
-    values = Tiny().state_dict()
-    engine = start()
-    with told("size mismatch for"):
-        engine.module.load_state_dict(values)
-    with engine.unsharded(write_back=True):
-        engine.module.load_state_dict(values)
-    same(whole(engine), values)
-    model = net()
-    model.load_state_dict(values)
-    same(whole(start(model)), values)
 
 
 @case

@@ -13,6 +13,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from zeroshard.averages import EMA
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
-from zeroshard.checkpoint.optimizers import PER_GROUP, read_optimizer
+from zeroshard.checkpoint.optimizers import join_schedules, read_optimizer
 from zeroshard.checkpoint.save import Snapshot, write
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
 from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
@@ -309,26 +310,14 @@ def _join(answers: Sequence[_Answer], own: _Reading, sums: Mapping[str, int]) ->
         optimizer=next((each.optimizer for each, _ in parts if each.optimizer is not None), None),
     )
     values = [each for _, each in parts]
+    schedules = [each.lr_scheduler for each in values if each.lr_scheduler is not None]
     return manifest, SavedValues(
         groups=[group for each in values for group in each.groups],
         scalars=dict(ChainMap(*(each.scalars for each in values))),
         other=dict(ChainMap(*(each.other for each in values))),
-        lr_scheduler=_join_schedules([e.lr_scheduler for e in values if e.lr_scheduler is not None]),
+        lr_scheduler=join_schedules(schedules, lambda lists: [*chain(*lists)]) if schedules else None,
         rng=[states for answer in answers for states in answer.rng],
         places_in_data=[place for answer in answers for place in answer.places_in_data],
         extra=dict(ChainMap(*(each.extra for each in values))),
         client_state=own.values.client_state,
     )
-
-
-def _join_schedules(states: Sequence[Any]) -> Any:
-    """The state of the LR schedulers of all parts, with lists for the groups of all of them."""
-    if len(states) < 2:
-        return states[0] if states else None
-    joined = dict(states[0])
-    for key, value in joined.items():
-        if key in PER_GROUP and isinstance(value, list):
-            joined[key] = [item for state in states for item in state[key]]
-        elif key == "_schedulers":
-            joined[key] = [_join_schedules(group) for group in zip(*(s[key] for s in states), strict=True)]
-    return joined

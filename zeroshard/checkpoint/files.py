@@ -171,8 +171,6 @@ def find(path: Path, tag: str | None = None) -> Path:
     Raises:
         ValueError: there is none.
     """
-    if tag is not None and not isinstance(tag, str):
-        raise ValueError(f"tag: expected a string or None, got {tag!r}")
     if is_pointer := tag is None and path.is_file():
         path, tag = path.parent, None if path.name == LATEST else path.name
     if tag is None and not is_pointer and (path / MANIFEST).is_file():

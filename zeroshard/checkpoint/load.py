@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -146,13 +146,8 @@ def _load(
     return loading
 
 
-class PartNames(NamedTuple):
-    """The names that a part of the model has."""
-
-    parameters: dict[str, str]
-    """The stored name of each parameter."""
-    buffers: set[str]
-    extra: set[str]
+PartNames = tuple[dict[str, str], set[str]]
+"""The stored names of the parameters of a part of the model, by their own; and all else that it has."""
 
 
 class _Loading:
@@ -178,9 +173,10 @@ class _Loading:
         model = read_model(self._runtime)
         self.names = self._match_parameters(model.aliases)
         """The stored name of each parameter."""
-        self._check_names("the model", "a buffer", model.buffers, stored.manifest.buffers)
+        self.own: PartNames = self.names, _others(model.buffers, model.extra)
+        self._others = _others(stored.manifest.buffers, self.values.extra)
+        self._check_names("the model", self.own[1], self._others)
         check_buffers(stored, self._runtime, model.buffers)
-        self._check_names("the model", "extra state", model.extra, self.values.extra)
         for name in sorted(stored.manifest.averages.keys() ^ parts.averages.keys()):
             warn_user(
                 f"'{directory}' and the engine do not both have the average '{name}': it is not loaded, or "
@@ -207,7 +203,6 @@ class _Loading:
             noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
             blocks, scalars = blocks_by_name(self._runtime), self.values.scalars
             self._states = match_states(optimizer, stored, scalars, self.names, blocks, convert_states, noted)
-        self.own = PartNames(self.names, set(model.buffers), set(model.extra))
 
     def check_all_found(self, parts: Sequence[PartNames]) -> None:
         """Refuse a checkpoint with more than all parts of the model together have.
@@ -219,17 +214,15 @@ class _Loading:
             ValueError: with the name of the first surplus; or several parameters have one stored name.
         """
         known: dict[str, str] = {}
-        for fqn, name in (pair for part in parts for pair in part.parameters.items()):
+        for fqn, name in (pair for names, _ in parts for pair in names.items()):
             if (other := known.setdefault(name, fqn)) != fqn:
                 raise ValueError(
                     f"'{self.stored.directory}': the checkpoint ties '{other}' and '{fqn}'; the model has "
                     "them as separate parameters"
                 )
-        self._check_names("the checkpoint", "parameter", self.stored.manifest.parameters, known)
-        buffers = {name for part in parts for name in part.buffers}
-        others = {name for part in parts for name in part.extra}
-        self._check_names("the checkpoint", "a buffer", self.stored.manifest.buffers, buffers)
-        self._check_names("the checkpoint", "extra state", self.values.extra, others)
+        surplus = self.stored.manifest.parameters.keys() - known.keys()
+        self._check_names("the checkpoint", {f"parameter '{name}'" for name in surplus}, set())
+        self._check_names("the checkpoint", self._others, set().union(*(others for _, others in parts)))
 
     def _match_parameters(self, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """The stored name of each parameter of the model."""
@@ -253,10 +246,10 @@ class _Loading:
             names[fqn] = homes[0]
         return names
 
-    def _check_names(self, owner: str, kind: str, names: Collection[str], others: Collection[str]) -> None:
+    def _check_names(self, owner: str, names: set[str], others: set[str]) -> None:
         """Raise a ValueError with the first name that only its owner has, of the checkpoint and the model."""
-        for name in sorted(set(names) - set(others)):
-            raise ValueError(f"'{self.stored.directory}': only {owner} has {kind} '{name}'")
+        for name in sorted(names - others):
+            raise ValueError(f"'{self.stored.directory}': only {owner} has {name}")
 
     def restore(self) -> None:
         """Take over everything that was found but counts of steps and generators; no other rank is needed."""
@@ -353,6 +346,11 @@ class _Loading:
 
 
 # -------------------------------------------------------------------------------------------- checking
+
+
+def _others(buffers: Iterable[str], extra: Iterable[str]) -> set[str]:
+    """The buffers and extra states of a model or a checkpoint, for messages."""
+    return {f"a buffer '{name}'" for name in buffers} | {f"extra state '{name}'" for name in extra}
 
 
 def _read_values(stored: Stored, device: torch.device) -> SavedValues:

@@ -6,7 +6,7 @@ States become the states of the present optimizer, to the bit or converted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,11 @@ from zeroshard.checkpoint.tensors import (
     Stored,
     TensorReader,
     TensorSlice,
-    block_numbers,
     blocks_of,
     have_same_blocks,
     is_codes,
     is_scales,
-    num_scales,
     shape_of,
-    state_name,
 )
 from zeroshard.checkpoint.values import SavedValues
 from zeroshard.codec import naming_damage
@@ -208,8 +205,33 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | No
                 group[key] = float(value) if isinstance(value, Tensor) and key in group else value
 
 
+def join_schedules(
+    states: Sequence[Mapping[str, Any]], join: Callable[[list[list[Any]]], list[Any]]
+) -> dict[str, Any]:
+    """Return one state of an LR scheduler, made of states of the same form; all else is from the first one.
+
+    Args:
+        states: the states.
+        join: makes a list for groups of the lists that the states have for theirs.
+
+    Raises:
+        ValueError: a SequentialLR or ChainedScheduler has another number of schedulers.
+    """
+    joined = dict(states[0])
+    for key, value in joined.items():
+        found = [state.get(key, value) for state in states]
+        if key in PER_GROUP and isinstance(value, list):
+            joined[key] = join(found)
+        elif key == "_schedulers":
+            if len({len(parts) for parts in found}) > 1:
+                numbers = " and ".join(str(len(parts)) for parts in found)
+                raise ValueError(f"expected LR schedules of the same number of parts, got {numbers}")
+            joined[key] = [join_schedules(parts, join) for parts in zip(*found, strict=True)]
+    return joined
+
+
 def reorder_schedule(
-    saved: dict[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
+    saved: Mapping[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
 ) -> dict[str, Any]:
     """Return the saved state of an LR scheduler, with its lists in the order of the present groups.
 
@@ -219,22 +241,14 @@ def reorder_schedule(
         matches: for each present group the index of the saved one; None if there is none.
 
     Raises:
-        ValueError: a SequentialLR or ChainedScheduler has another number of schedulers.
+        ValueError: as `join_schedules`.
     """
-    state = dict(saved)
-    for key, value in saved.items():
-        present = current.get(key)
-        if key in PER_GROUP and isinstance(value, list):
-            kept: list[Any] = present if isinstance(present, list) else value
-            state[key] = [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
-        elif key == "_schedulers" and isinstance(present, list | tuple):
-            if len(value) != len(present):
-                raise ValueError(
-                    f"the checkpoint has an LR schedule of {len(value)} parts, the engine has one of "
-                    f"{len(present)}: expected the same number"
-                )
-            state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
-    return state
+
+    def reorder(lists: list[list[Any]]) -> list[Any]:
+        value, kept = lists
+        return [kept[at] if home is None else value[home] for at, home in enumerate(matches)]
+
+    return join_schedules([saved, current], reorder)
 
 
 def place_scalar(key: str, value: Any, parameter: ShardedParameter, group: Mapping[str, Any]) -> Any:
@@ -264,8 +278,7 @@ class SavedState:
     dtypes: Mapping[str, torch.dtype]
     """The dtypes of the states that are made of `tensors`."""
     converted: Rule | None
-    """The family of states that are to have another number of bits, or other blocks; None: they are read as
-    they are."""
+    """The family of states that are to have another number of bits; None: they are read as they are."""
 
 
 SavedStates = dict[ShardedParameter, SavedState]
@@ -292,7 +305,7 @@ def match_states(
         scalars: by stored name.
         names: the stored name of each parameter.
         own_blocks: the cuts whose parts have the blocks here, by the name of the parameter.
-        convert_states: whether states may get another number of bits, or other blocks.
+        convert_states: whether states may get another number of bits.
         noted: the state that an asynchronous pipeline adds here to the optimizer's, if it does. Other states
             of that kind are not read; nor is this one if states are converted, so that it begins anew.
 
@@ -321,9 +334,8 @@ def match_states(
         if converted is not None and not convert_states:
             raise ValueError(
                 f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
-                f"{type(optimizer).__name__} keeps, and in the blocks of this layout if these are 8, got "
-                "others. Use the same thresholds and mesh.tp as at saving, or convert_states=True, "
-                "which rounds values to 8 bits once more"
+                f"{type(optimizer).__name__} keeps, got others. Use the same thresholds as at saving, or "
+                "convert_states=True"
             )
         states[parameter] = SavedState(
             tensors=tensors if converted is None else found,
@@ -342,15 +354,15 @@ def _check_states(
     tensors: Mapping[str, StoredTensor],
     has_same_blocks: bool,
 ) -> Rule | None:
-    """Return the family to convert from, if the checkpoint has other bits or blocks; None if not."""
+    """Return the family to convert from, if the checkpoint has other bits; None if not."""
     kind, manifest = type(optimizer).__name__, stored.directory / MANIFEST
-    family = rule_named(kind)
-    if family is None:
-        if not has_same_blocks and any(is_scales(key, tensors) for key in tensors):
-            raise ValueError(
-                f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
-                f"states of {kind} cannot be converted: expected the same mesh.tp as at saving"
-            )
+    if not has_same_blocks and any(is_scales(key, tensors) for key in tensors):
+        raise ValueError(
+            f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks: "
+            "expected the mesh.tp of saving. Load them there into an optimizer of 32 bits, with "
+            "convert_states=True, and save again"
+        )
+    if (family := rule_named(kind)) is None:
         return None
     for key, tensor in tensors.items():
         is_half = tensor.dtype == torch.uint8 or key.endswith(ABSMAX)
@@ -359,7 +371,7 @@ def _check_states(
     found = {key: 8 if is_codes(key, tensors) else 32 for key in tensors if not is_scales(key, tensors)}
     if missing := sorted(family.states.keys() - found.keys()):
         raise RuntimeError(f"{manifest}: expected state '{missing[0]}' of '{name}', found none")
-    is_converted = set(found.values()) != {bits} or (bits == 8 and not has_same_blocks)
+    is_converted = set(found.values()) != {bits}
     unknown = sorted(found.keys() - family.states.keys())
     if unknown and (is_converted or stored.manifest.optimizer != kind):
         raise ValueError(
@@ -441,19 +453,17 @@ def read_converted(
     """
     assert saved.converted is not None, "only these are read so"
     num, device = part.data.numel(), part.data.device
-    blocks = reader.stored.manifest.parameters[part.name].blocks
     for key, is_signed in saved.converted.states.items():
         book, has_codes = codebook(is_signed, device), is_codes(key, saved.tensors)
-        scales = torch.empty(num_scales(part.shape, blocks) if has_codes else 0, device=device)
+        scales = torch.empty(blocks_of(Span(0, num)).size if has_codes else 0, device=device)
         if has_codes:
-            reader.read_into(state_name(part.name, key + ABSMAX), scales)
+            reader.read(part.scales(key + ABSMAX, scales))
         for start in range(0, num, _PIECE):
             span = Span(start, min(start + _PIECE, num))
             values = torch.empty(span.size, dtype=torch.uint8 if has_codes else torch.float32, device=device)
             reader.read(part.state(key, values, start))
             if has_codes:
-                numbers = block_numbers(part.shape, span.shifted(part.start), part.part, blocks)
-                values = book.values.index_select(0, values.int()) * scales[numbers.to(device)]
+                values = QuantizedState(values, scales[blocks_of(span).slice], book).load()
             target = targets[key][span.slice]
             if is_codes(key, saved.dtypes):
                 QuantizedState(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)

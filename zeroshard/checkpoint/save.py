@@ -100,40 +100,6 @@ def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Writte
     files.commit(place, snapshot.keep_last)
 
 
-_ALIGNMENT = 64
-
-
-class SnapshotMemory:
-    """Host memory for the slices of one snapshot, used again for the next."""
-
-    def __init__(self) -> None:
-        self._buffer: HostBuffer | None = None
-
-    def copy(
-        self, slices: Sequence[TensorSlice], memory: TierMemory
-    ) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Copy the present values. Earlier copies are lost, so the host must have waited for them.
-
-        Returns:
-            Slices on the CPU whose values further training does not change, and a function that lets the
-            host wait until the values are there.
-
-        Raises:
-            RuntimeError: there is no memory for them.
-        """
-        sizes = (-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices)
-        *starts, total = accumulate(sizes, initial=0)
-        if self._buffer is None or self._buffer.memory.nbytes < total:
-            self._buffer = None  # before larger memory is taken
-            self._buffer = HostBuffer(memory.host(total))
-        copies = []
-        for part, start in zip(slices, starts, strict=True):
-            place = self._buffer.memory[start : start + part.data.nbytes].view(part.data.dtype)
-            copies.append(replace(part, data=place.copy_(part.data, non_blocking=True)))
-        self._buffer.last = mark_here(memory.device)
-        return copies, self._buffer.last.synchronize
-
-
 # ----------------------------------------------------------------------------------------- files
 
 
@@ -263,6 +229,7 @@ class _CheckedFile(io.FileIO):
 
 
 _FAILED = "the checkpoint that was saved in the background failed"
+_ALIGNMENT = 64
 
 
 class Saver:
@@ -278,7 +245,8 @@ class Saver:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._copies = SnapshotMemory()
+        self._buffer: HostBuffer | None = None
+        """Host memory for the slices of one snapshot, used again for the next."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -294,8 +262,7 @@ class Saver:
             nonlocal snapshot
             if self._axis.rank == 0:
                 files.make_folder(snapshot.folder)  # an error is told now, before further steps
-            slices, wait = self._copies.copy(snapshot.slices, snapshot.memory)
-            snapshot = replace(snapshot, slices=slices, wait=wait)
+            snapshot = self.copied(snapshot)
 
         # Here: the thread may run when the interpreter ends, and then some modules cannot be imported.
         import torch.distributed.checkpoint  # noqa: F401
@@ -316,6 +283,27 @@ class Saver:
         # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
         self._thread = Saver._last = threading.Thread(target=run, name="zeroshard-checkpoint")
         self._thread.start()
+
+    def copied(self, snapshot: Snapshot) -> Snapshot:
+        """Return a snapshot of the present values, on the CPU, which further training does not change.
+
+        Earlier copies are lost, so the host must have waited for them.
+
+        Raises:
+            RuntimeError: there is no memory for them.
+        """
+        slices, memory = snapshot.slices, snapshot.memory
+        sizes = (-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices)
+        *starts, total = accumulate(sizes, initial=0)
+        if self._buffer is None or self._buffer.memory.nbytes < total:
+            self._buffer = None  # before larger memory is taken
+            self._buffer = HostBuffer(memory.host(total))
+        copies = []
+        for part, start in zip(slices, starts, strict=True):
+            place = self._buffer.memory[start : start + part.data.nbytes].view(part.data.dtype)
+            copies.append(replace(part, data=place.copy_(part.data, non_blocking=True)))
+        self._buffer.last = mark_here(memory.device)
+        return replace(snapshot, slices=copies, wait=self._buffer.last.synchronize)
 
     def check(self, axis: Axis) -> None:
         """See how the save in the background is getting on, if there is one; collective over `axis`.

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -81,34 +80,6 @@ def have_same_blocks(one: Cut | None, other: Cut | None) -> bool:
     if one is None or other is None:
         return one is other
     return (one.dim, one.num_ranks, one.spans(0)) == (other.dim, other.num_ranks, other.spans(0))
-
-
-def block_numbers(shape: tuple[int, ...], span: Span, part: TensorPart | None, blocks: Cut | None) -> Tensor:
-    """Return the blocks that elements lie in: [span.size], int64.
-
-    Args:
-        shape: the shape of the parameter.
-        span: a flat range of the part of a rank, or of the whole parameter.
-        part: that part; None for the whole.
-        blocks: the cut whose parts have the blocks; None for blocks of the whole.
-    """
-    if part is None and blocks is None:
-        return torch.arange(span.start, span.stop) // BLOCK
-    local = shape if part is None else part.cut.local_shape
-    at = list(np.unravel_index(np.arange(span.start, span.stop), local))
-    if part is not None:
-        at[part.cut.dim] = _indices(part.cut, part.rank)[at[part.cut.dim]]
-    if blocks is None:
-        return torch.from_numpy(np.ravel_multi_index(at, shape) // BLOCK)
-    in_parts = np.concatenate([_indices(blocks, number) for number in range(blocks.num_ranks)])
-    owner, at[blocks.dim] = np.divmod(np.argsort(in_parts)[at[blocks.dim]], blocks.local_shape[blocks.dim])
-    before = owner * num_blocks(math.prod(blocks.local_shape))
-    return torch.from_numpy(before + np.ravel_multi_index(at, blocks.local_shape) // BLOCK)
-
-
-def _indices(cut: Cut, rank: int) -> Any:
-    """The indices along the dimension of a cut that a rank holds, in the order of its part."""
-    return np.concatenate([np.arange(span.start, span.stop) for span in cut.spans(rank)])
 
 
 def blocks_of(span: Span) -> Span:

@@ -264,6 +264,11 @@ class _LoaderPosition:
     own: Any = None
     """The state of the loader itself."""
 
+    @property
+    def next_epoch(self) -> int:
+        """The number of the epoch after."""
+        return self.epoch + (self.random is not None)
+
 
 class GivenLoader:
     """Iterates over a loader of the user and moves its batches; each iteration is an epoch.
@@ -289,7 +294,7 @@ class GivenLoader:
         """The number of epochs that were begun; an epoch to resume counts once it is resumed."""
         if self._resumed is not None:
             return self._resumed.epoch + self._resumed.is_over
-        return self._place.epoch + (self._place.random is not None)
+        return self._place.next_epoch
 
     def __len__(self) -> int:
         """Return the batches of an epoch; TypeError if the loader does not know them."""
@@ -356,7 +361,7 @@ class GivenLoader:
         if place.random is None:
             self._place, self._resumed = _LoaderPosition(epoch=place.epoch), None
         elif place.length != length:
-            self._skip_to_next(place, f"epochs of {place.length} batches on this rank", f"{length}")
+            self._skip_to(place.next_epoch, f"epochs of {place.length} batches on this rank", f"{length}")
         else:
             self._resumed = place
 
@@ -364,23 +369,18 @@ class GivenLoader:
         """Go on at the place of a rank, out of the places of all data-parallel ranks.
 
         At another number of ranks such a place has no meaning: a warning says so, and the next iteration is
-        the epoch after. Without any states the loader stays where it is, also with a warning.
+        the epoch after, or the next one of the loader if there are no places.
         """
         if len(states) == num_ranks:
             self.load_state_dict(states[rank])
-        elif states:
-            self._skip_to_next(parse_place(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
         else:
-            warn_user(
-                "training_data: expected the place of a loader in the checkpoint, got none: the data "
-                "begin where they are"
-            )
+            epoch = parse_place(states[0]).next_epoch if states else self.num_epochs
+            self._skip_to(epoch, f"places of {len(states)} data-parallel ranks", f"{num_ranks}")
 
-    def _skip_to_next(self, place: _LoaderPosition, expected: str, came: str) -> None:
-        epoch = place.epoch + (place.random is not None)
+    def _skip_to(self, epoch: int, saved: str, present: str) -> None:
         warn_user(
-            f"training_data: expected {expected}, as when the checkpoint was saved, got {came}; going on at "
-            f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
+            f"training_data: the checkpoint has {saved}, and this run {present}; going on at the start of "
+            f"epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
             "ranks and batch size"
         )
         self._place, self._resumed = _LoaderPosition(epoch=epoch), None

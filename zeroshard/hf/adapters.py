@@ -180,14 +180,14 @@ class Merging:
         return ""
 
     def check(self, ignored: Mapping[nn.Parameter, str]) -> None:
-        """Check the adapters around quantized weights, the biases that adapters have, and ignored parameters.
+        """Check the adapters around quantized weights and ignored parameters.
 
         Args:
             ignored: the parameters that are not sharded, with their names.
 
         Raises:
-            ValueError: an adapter that does more than to add to a quantized weight, one with a bias around a
-                layer without, or one around a parameter that is ignored.
+            ValueError: an adapter that does more than to add to a quantized weight, or one around a parameter
+                that is ignored.
         """
         for name, layer in self._layers.items():
             base = layer.get_base_layer()
@@ -200,11 +200,6 @@ class Merging:
                 )
             if is_quantized(base):
                 _check_adds(layer, f"{name}.weight")
-            biases = getattr(layer, "lora_bias", {})
-            if getattr(base, "bias", None) is None and any(biases.get(one) for one in _added_by(layer)):
-                raise ValueError(
-                    f"merge_adapters: expected a bias in '{name}', as its adapter has a bias (lora_bias=True)"
-                )
 
     @staticmethod
     def add_to_weight(layer: Any, values: Tensor) -> None:

@@ -140,37 +140,24 @@ def _temporary(folder: Path, name: str) -> Path:
     return folder / f".{name}.tmp"
 
 
+@dataclass(slots=True)
 class Format:
-    """Checked options of an export.
+    """Options of an export."""
 
-    Args:
-        dtype: dtype of floating-point parameters, or its name; None: the main dtype.
-        max_shard_bytes: the largest size of a file of weights.
-        tokenizer: an object with `save_pretrained(folder)`, which is called after the model is written.
+    dtype: Any = None
+    """The dtype of floating-point parameters, or its name; None: the main dtype."""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    """The largest size of a file of weights."""
+    tokenizer: Any = None
+    """An object with `save_pretrained(folder)`, which is called after the model is written."""
 
-    Raises:
-        ValueError: an option has another type or value.
-    """
-
-    def __init__(
-        self,
-        *,
-        dtype: torch.dtype | str | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        tokenizer: Any = None,
-    ) -> None:
-        if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-            raise ValueError(f"max_shard_bytes: expected an integer >= 1, got {max_shard_bytes!r}")
-        if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-            raise ValueError(f"tokenizer: expected an object with save_pretrained(), got {tokenizer!r:.80}")
-        self.dtype = None if dtype is None else parse_dtype(dtype)
-        self.max_shard_bytes = max_shard_bytes
-        self._tokenizer = tokenizer
+    def __post_init__(self) -> None:
+        self.dtype = None if self.dtype is None else parse_dtype(self.dtype)
 
     def save_tokenizer(self, folder: Path) -> None:
         """Save the tokenizer, if there is one."""
-        if self._tokenizer is not None:
-            self._tokenizer.save_pretrained(str(folder))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def save_pretrained(
     """
     runtime = engine._runtime
     runtime.check_removals()
-    how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+    how = Format(dtype, max_shard_bytes, tokenizer)
     if dequantize and not merge_adapters and has_adapters(engine.module):
         raise ValueError(
             "save_pretrained(dequantize=True): the model has adapters, which are written alone: expected "

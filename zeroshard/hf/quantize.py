@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from zeroshard.hf.adapters import has_adapters
 from zeroshard.lazy.deferred import Codes, defer, has_memory
-from zeroshard.lazy.recording import guard_copies
 
 
 @torch.no_grad()
@@ -51,8 +50,6 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
     for layer, names in chosen:
         new = (_with_4_bits if config.load_in_4bit else _with_8_bits)(layer, config)
         new.bias = layer.bias
-        if not has_memory(new.weight):
-            guard_copies([new])
         new.train(layer.training)
         for name in names:
             model.set_submodule(name, new)

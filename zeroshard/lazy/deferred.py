@@ -42,10 +42,6 @@ class ValueSource(Protocol):
     def read(self, *spans: Span) -> Tensor:
         """Return ranges of the flattened tensor, one after the other: [elements], on the CPU."""
 
-    @property
-    def is_stored(self) -> bool:
-        """True if its values come from files alone, the same for all ranks."""
-
 
 @dataclass(eq=False, slots=True)
 class DeferredStorage:
@@ -136,7 +132,8 @@ def is_stored(tensor: Tensor) -> bool:
     origins = [deferred, *(read for op in ops.values() for read in op.reads)]
     is_random = any(op.rng_state is not None for op in ops.values())
     sources = [origin.source for origin in origins if origin.source is not None]
-    return not is_random and bool(sources) and all(source.is_stored for source in sources)
+    weights = [source.weight for source in sources if isinstance(source, Codes)]
+    return not is_random and bool(sources) and all(map(is_stored, weights))
 
 
 def is_changed(parameter: Tensor) -> bool:
@@ -291,11 +288,6 @@ class Codes:
     def numel(self) -> int:
         """The number of codes."""
         return -(-self.weight.numel() // self.per_code)
-
-    @property
-    def is_stored(self) -> bool:
-        """True if the weight lies in a file, so that all ranks read the same values."""
-        return is_stored(self.weight)
 
     def blocks_of(self, span: Span) -> Span:
         """Return the blocks that a range of codes touches."""

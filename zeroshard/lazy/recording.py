@@ -8,19 +8,12 @@ The recorder treats an operation that torch dispatches by its kind:
     asks for values (item, cpu, equal)  the operations that the tensor depends on are run for the answer
     anything else                       as always
 
-Copies of tensors without memory keep their values: torch would copy shapes, and drop where values are.
-
-    copy.deepcopy(model)     a parameter of the copy is read from the same part of the same file, or computed
-                             by the same operations
-    pickle, torch.save       refused
-
-`copy` asks an object for a method `__deepcopy__`. Each parameter and buffer without memory has one, in
-whatever object it lies: a module, a list of parameters, a shallow copy of the module.
+`copy.deepcopy` of a tensor without memory clones it, so a copy that is made while operations are recorded has
+the same values. Outside, torch copies the shape alone: `check_values` refuses such a copy, and a pickle.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,11 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -48,7 +39,6 @@ from zeroshard.lazy.deferred import (
     has_memory,
     is_changed,
     is_known,
-    readable,
     values_in,
     values_of,
 )
@@ -199,70 +189,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
 
 
-_METHOD = "__deepcopy__"
-
-
-def guard_copies(modules: Iterable[nn.Module]) -> None:
-    """Let copies of the tensors of modules keep their values, for those without memory."""
-    for module in modules:
-        for tensor in _tensors(module):
-            if not is_lazy(tensor) and deferred_of(tensor) is not None:
-                vars(tensor).setdefault(_METHOD, _TensorCopies(tensor))
-
-
-class _TensorCopies:
-    """Copies a tensor, without keeping it alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
-
-    def __call__(self, memo: dict[int, Any]) -> Tensor:
-        tensor = self._tensor()
-        assert tensor is not None, "it is being copied"
-        if deferred_of(tensor) is not None:
-            return _copy_of(tensor, memo)
-        del vars(tensor)[_METHOD]  # it was given other values
-        return copy.deepcopy(tensor, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            "a model without memory cannot be pickled, as its values are in files or yet to be computed: "
-            "pickle it after engine.close(), or save engine.full_state_dict() (called on all ranks)"
-        )
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters, buffers and plain attributes of a module, without the tensors of its parts."""
-    for held in (module._parameters, module._buffers, vars(module)):
-        yield from (value for value in held.values() if isinstance(value, Tensor))
-
-
-def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a tensor of the same kind, without memory, with the same values."""
-    source = readable(tensor)
-    twin: Any
-    if source is None:
-        with torch.no_grad(), OperationRecorder(loads=False):
-            twin = tensor.detach().clone()
-    else:
-        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        defer(twin, copy.copy(source))
-    if isinstance(tensor, nn.Parameter):
-        twin = nn.Parameter(twin, tensor.requires_grad)
-        twin.__class__ = type(tensor)
-    memo[id(tensor)] = twin
-    others = {name: value for name, value in vars(tensor).items() if name != _METHOD}
-    vars(twin).update(copy.deepcopy(others, memo))
-    vars(twin)[_METHOD] = _TensorCopies(twin)
-    if hasattr(tensor, "recorded_version"):
-        twin.recorded_version = tensor.recorded_version - tensor._version + twin._version
-    copied: Tensor = twin
-    return copied
-
-
 _GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _DEVICES = {Tensor.device.__get__: _CPU, Tensor.is_cpu.__get__: True}  # type: ignore[attr-defined]
 """The answers to questions about the device."""
+_CHANGED = (
+    "{} was changed after zeroshard.deferred_init() had ended; expected weights to be initialized inside the "
+    "block"
+)
 
 
 @contextmanager
@@ -299,7 +233,7 @@ def refuse_recording(what: str) -> None:
 
 @contextmanager
 def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
-    """Note the versions of parameters at the end, as later changes would be lost; let copies keep values."""
+    """Note the versions of parameters at the end, as later changes would be lost."""
     owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note(module: nn.Module, name: str, value: Tensor | nn.Module | None) -> None:
@@ -307,7 +241,6 @@ def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
 
     hooks = [
         register_module_parameter_registration_hook(note),
-        register_module_buffer_registration_hook(note),
         register_module_module_registration_hook(note),
     ]
     try:
@@ -321,7 +254,6 @@ def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
         for parameter in (*first, *recorder.earlier):
             if not has_memory(parameter):
                 parameter.recorded_version = parameter._version  # type: ignore[attr-defined]
-        guard_copies(modules)
 
 
 @contextmanager
@@ -358,6 +290,10 @@ class _AsOnCPU(TorchFunctionMode):
         recorder = self._recorder
         if func == _GET_IS_META and recorder.takes(args[0]):
             return False
+        if func == _GET_DATA and is_changed(args[0]):  # a copy would have the values from before
+            raise RuntimeError(_CHANGED.format("a parameter"))
+        if func == Tensor.__deepcopy__:  # torch would make a storage, of which no operation is seen
+            return args[0].detach().clone().requires_grad_(args[0].requires_grad)
         # transformers looks for meta tensors while it loads, and from_pretrained adopts them.
         if not recorder.loads and (func in _DEVICES or func is Tensor.to) and recorder.takes(args[0]):
             if func in _DEVICES:
@@ -380,25 +316,16 @@ def check_values(root: nn.Module) -> None:
         for name, tensor in tensors:
             if not is_known(tensor):
                 raise ValueError(
-                    f"{kind} '{name}' is on the meta device; expected values. Build the model, and what "
-                    "changes it (adapters, resized embeddings), under zeroshard.deferred_init() "
+                    f"{kind} '{name}' is on the meta device; expected values. Build the model, what changes "
+                    "it (adapters, resized embeddings) and copies of it under zeroshard.deferred_init() "
                     "without device='meta'"
                 )
             if is_changed(tensor):
-                raise ValueError(
-                    f"{kind} '{name}' was changed after zeroshard.deferred_init() had ended; expected "
-                    "weights to be initialized inside the block"
-                )
+                raise ValueError(_CHANGED.format(f"{kind} '{name}'"))
 
 
 def materialize_others(root: nn.Module) -> None:
-    """Give memory to deferred buffers, and to tensors that modules hold as plain attributes.
-
-    Parameters have a place in buffers of units by now, so torch copies them again.
-    """
-    for tensor in (tensor for module in root.modules() for tensor in _tensors(module)):
-        if isinstance(vars(tensor).get(_METHOD), _TensorCopies):
-            del vars(tensor)[_METHOD]
+    """Give memory to deferred buffers, and to tensors that modules hold as plain attributes."""
     made: dict[int, Tensor] = {}
 
     def materialize(tensors: dict[str, Any]) -> None:

@@ -275,8 +275,7 @@ class StepLog:
         config: values that belong to the run, in addition to the config of the engine.
 
     Raises:
-        ValueError: `every` is below 1, or there is no such target; on all ranks.
-        TypeError: `engine` is no engine.
+        ValueError: there is no such target; on all ranks.
         RuntimeError: a target's package is not installed, or rank 0 could not open it; on all ranks.
     """
 
@@ -288,10 +287,6 @@ class StepLog:
         num_steps: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(engine, Engine):
-            raise TypeError(f"expected an engine of zeroshard.initialize, got {type(engine).__name__}")
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every: expected an integer >= 1, got {every!r}")
         self._engine, self._every, self._has_targets = engine, every, bool(targets)
         self._targets: list[tuple[str, Target]] = []
         self._losses: list[Tensor] = []
