@@ -27,7 +27,7 @@ from tests.distributed.training import (
 from tests.operators import Operators
 from tests.ranks import on_ranks
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.stepping.clipping import contiguous_runs, global_norm, own_gradients, scale_
+from zeroshard.stepping.clipping import global_norm, own_gradients, scale_
 
 MAX_NORM = 0.3
 
@@ -155,14 +155,13 @@ def trained(depth, stage, **precision):
 
 
 @on_ranks(2)
-def test_a_buffer_without_padding_is_one_run_and_kernels_do_not_grow_with_its_parameters():
+def test_kernels_of_a_norm_and_of_clipping_do_not_grow_with_the_parameters():
     found = []
     for depth in (4, 12):
         engine = trained(depth, 3)
         grads = [p.grad for p in engine.parameters()]
         with Operators() as squares:
-            runs = contiguous_runs(own_gradients(engine._runtime))
-            total = foreach_sum_of_squares(runs).sum()
+            total = foreach_sum_of_squares(own_gradients(engine._runtime)).sum()
         whole = [grad.clone() for grad in grads]
         with Operators() as products:
             scale_(grads, torch.tensor(0.3))
@@ -170,22 +169,19 @@ def test_a_buffer_without_padding_is_one_run_and_kernels_do_not_grow_with_its_pa
         norm = engine._axes.dp_shard.sum(total, "test").sqrt().float() * torch.tensor(0.3)
         torch.testing.assert_close(engine.clip_grad_norm_(1e9), norm, rtol=1e-6, atol=0)
         found.append((squares.num_kernels, products.num_kernels))
-        assert len(runs) == len(contiguous_runs(grads)) == len(list(engine._runtime.buffers)) == NUM_BLOCKS
     assert found[0] == found[1]
     assert max(found[0]) <= 4
 
 
 @on_ranks(2)
-def test_gradients_of_bfloat16_are_scaled_in_float32_with_one_kernel_per_buffer():
+def test_gradients_of_bfloat16_are_scaled_in_float32():
     engine = trained(4, 3, main_dtype="bf16", param_dtype="bf16")
     grads = [p.grad for p in engine.parameters()]
     assert {grad.dtype for grad in grads} == {torch.bfloat16}
     factor = torch.tensor(0.3001)  # in bfloat16 it is 0.30078125
     want = [(grad.float() * factor).bfloat16() for grad in grads]
-    with Operators() as products:
-        scale_(grads, factor)
-    same = all(torch.equal(grad, expected) for grad, expected in zip(grads, want, strict=True))
-    assert (same, products.num_kernels) == (True, NUM_BLOCKS)
+    scale_(grads, factor)
+    assert all(map(torch.equal, grads, want))
 
 
 @on_ranks(2)
@@ -208,15 +204,15 @@ def test_gradients_that_the_user_replaced_count_like_the_others():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_norm_of_runs_is_that_of_float64_and_scaling_that_of_float32():
+def test_on_a_gpu_the_norm_is_that_of_float64_and_scaling_that_of_float32():
     generator = torch.Generator("cuda").manual_seed(0)
     flat = torch.randn(1 << 20, device="cuda", generator=generator)
     for dtype in (torch.float32, torch.bfloat16):
-        parts = flat.to(dtype).split(1 << 14)
-        (run,) = contiguous_runs(parts)
-        want = run.double().square().sum()
-        torch.testing.assert_close(foreach_sum_of_squares([run])[0], want, rtol=1e-13, atol=0)
+        whole = flat.to(dtype)
+        parts = whole.split(1 << 14)
+        want = whole.double().square().sum()
+        torch.testing.assert_close(foreach_sum_of_squares(parts).sum(), want, rtol=1e-13, atol=0)
         factor = torch.tensor(0.3001, device="cuda")
-        expected = (run.float() * factor).to(dtype)
+        expected = (whole.float() * factor).to(dtype)
         scale_(parts, factor)
-        assert torch.equal(run, expected)
+        assert torch.equal(whole, expected)

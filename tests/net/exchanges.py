@@ -160,7 +160,7 @@ EXCHANGES = (
         name="first_values_are_not_broadcast",
         says="Each rank starts with its own values of the parameters, not with rank 0's values.",
         file="zeroshard/sharding/buffer.py",
-        find='context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")',
+        find='context.axes.dp.broadcast(values, f"first broadcast of {self.described}")',
         replace="pass",
         tests=("test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),
     ),

@@ -183,10 +183,12 @@ _VERBS = {
     "wait": "wait of gather of ",
     "reshard": "free of ",
     "start_reduce": "reduce of ",
-    "wait_reduce": "wait of reduction of ",
-    "progress_reduce": "reduce of ",
 }
 """For each verb of a unit the text before the name of the unit."""
+_OF_GRADIENTS = dict.fromkeys(("pack", "progress", "deliver"), "reduce of ") | {
+    "wait": "wait of reduction of "
+}
+"""The same for the verbs of its gradients."""
 
 
 class _RangeRecorder:
@@ -206,8 +208,8 @@ class _RangeRecorder:
             for verb, text in _VERBS.items():
                 self._replace(unit, verb, text + unit.described)
             for gradients in unit.gradients:
-                for verb in ("pack", "deliver"):
-                    self._replace(gradients, verb, f"reduce of {unit.described}")
+                for verb, text in _OF_GRADIENTS.items():
+                    self._replace(gradients, verb, text + unit.described)
             # The streams of an accelerator copy during compute, which notes nothing of it.
             for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
                 for store in filter(None, (buffer.store, buffer.store.copy)):

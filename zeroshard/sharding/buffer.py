@@ -118,19 +118,9 @@ class MainStore(Store):
     # -- gathers --------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Let the system read the values that the next gather starts from, if they lie in files."""
-        super().prefetch() if self.copy is None else self.copy.prefetch()
-
-    def check(self) -> None:
-        """Check the values that a gather starts from.
-
-        Raises:
-            RuntimeError: they are lost; the message names their file.
-        """
-        if self.copy is not None and self._copied == self.version:
-            self.copy.check()
-        else:
-            super().check()
+        """Check the values that the next gather starts from, as a store does, and have them read ahead."""
+        copy = self.copy if self._copied == self.version else None
+        self._memory.fetch((copy or self).values)
 
     def await_stepped(self) -> None:
         """Let the current stream wait for the copy of stepped values, which another stream may do."""
@@ -212,6 +202,8 @@ class FlatBuffer:
     ) -> None:
         self.plan, self.originals = plan, tuple(originals)
         self.unit_name, self.tag, self._context = unit_name, tag, context
+        self.described = describe_unit(unit_name)
+        """The name of its unit, for error messages."""
         self.layout, self.trainable = plan.layout, plan.trainable
         axes = context.axes
         self._counts = [counts(original, axes.tp.rank, axes.pp.rank) for original in originals]
@@ -225,6 +217,8 @@ class FlatBuffer:
         self.is_read = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
         self.full, main = self._read() if self.is_read else self._take_over()
+        self.full_bytes = self.full.nbytes
+        """The bytes of the unsharded parameters, padding included."""
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
         self.store = MainStore(main, plan, own, context)
         """The main parameters, where gathers start."""
@@ -241,17 +235,12 @@ class FlatBuffer:
         names = [original.fqn for original in originals]
         shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
         self._freed = (
-            f"a parameter of {self.describe()}, or a view of one ({shown}), was kept from the forward and "
+            f"a parameter of {self.described}, or a view of one ({shown}), was kept from the forward and "
             "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "
             "the forward, or read values, without gradients, under engine.unsharded()"
         )
         if not self.is_resident:
             release(self.full, self._freed)
-
-    @property
-    def full_bytes(self) -> int:
-        """The bytes of the unsharded parameters, padding included."""
-        return self.layout.total * self.full.element_size()
 
     @property
     def main(self) -> Tensor:
@@ -305,10 +294,6 @@ class FlatBuffer:
         """The part of a sharded parameter that the layout gives to this rank of a shard group."""
         rank = self._context.axes.dp_shard.rank
         return slice(None) if self.is_partial else self.layout.owned(index, rank).slice
-
-    def describe(self) -> str:
-        """Return the name of its unit, for error messages."""
-        return describe_unit(self.unit_name)
 
     # -- full parameters ------------------------------------------------------------------------------
 
@@ -414,7 +399,7 @@ class FlatBuffer:
         own = whole[self.main_span.slice]
         self.store.load(own)
         if self.is_partial:
-            label = f"all-gather of the main parameters of {self.describe()}"
+            label = f"all-gather of the main parameters of {self.described}"
             self._context.axes.dp_shard.all_gather(whole, own, tag=self.tag, label=label).wait()
         pairs, tp = zip(self.views(whole), self.originals, strict=True), self._context.axes.tp
         return [whole_value(view, original, tp) for view, original in pairs]
@@ -433,7 +418,7 @@ class FlatBuffer:
         for index, original in enumerate(self.originals):
             _take_part(values[layout.parameter(index).slice], original, context)
             original.parameter.data = original.parameter.new_empty(0)
-        context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
+        context.axes.dp.broadcast(values, f"first broadcast of {self.described}")
         main = values[self.main_span.slice]
         return values.to(plan.compute_dtype), main if plan.is_alias else self._empty_main().copy_(main)
 

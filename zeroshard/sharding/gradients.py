@@ -26,7 +26,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
-from zeroshard.plan.exchange import Collective, Exchange
+from zeroshard.plan.exchange import Collective
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
 from zeroshard.stores.store import GradientStore
@@ -166,31 +166,11 @@ class Gradients:
             gradient = gradient.reshape(-1)
         self.missing.discard(index)
         self.used[index] = True
-        if self._slices:
-            self._move(GradientState.PACKING)
-            self._write(index, gradient)
-        else:
+        if not self._slices:
             self._keep(index, gradient)
-
-    def _keep(self, index: int, gradient: Tensor) -> None:
-        """Reduce a gradient without exchanges: add it to the sum that is there, or keep it in its dtype.
-
-        It is cast at once: on a CPU its values are still in the cache. If its step may wait, it is copied, as
-        it may be a view of the user's memory: of a gradient that was given to backward, or that a hook keeps.
-        """
-        if self._unscale != 1.0:
-            # Autograd may give two parameters views of one memory: nothing is multiplied in place.
-            gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
-        if (total := self._sum_of(index)) is not None:
-            total.add_(gradient)
-        elif gradient.dtype is self._kept_as:
-            self._reduced[index] = gradient
-        else:
-            self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
-
-    def _write(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient to its place in the flat buffer."""
+            return
         if self._flat is None:
+            self._move(GradientState.PACKING)
             self._is_deferred = self._defer
             self._flat = self._take(self.buffer.plan.wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
@@ -209,6 +189,25 @@ class Gradients:
                 self._factor = torch.full((1,), scale, dtype=wide, device=target.device)
             torch.mul(gradient, self._factor, out=target)
         self._filled.add(index)
+
+    def _keep(self, index: int, gradient: Tensor) -> None:
+        """Reduce a gradient without exchanges: add it to the sum that is there, or keep it in its dtype.
+
+        It is cast at once: on a CPU its values are still in the cache. If its step may wait, it is copied, as
+        it may be a view of the user's memory: of a gradient that was given to backward, or that a hook keeps.
+        """
+        if self._unscale != 1.0:
+            # Autograd may give two parameters views of one memory: nothing is multiplied in place.
+            gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
+        total = self._reduced.get(index)
+        if total is None and not self.is_kept:
+            total = gradient_of(self.buffer.sharded[index])
+        if total is not None:
+            total.add_(gradient)
+        elif gradient.dtype is self._kept_as:
+            self._reduced[index] = gradient
+        else:
+            self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
 
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
@@ -235,33 +234,25 @@ class Gradients:
                 self._pool.give(flat)
         parts = [result]
         """This rank's parts of `result`, each inside the one before it."""
+        of = f"of the gradients of {self.buffer.described}"
         for number, exchange in enumerate(plan.reductions):
             axis = axes[exchange.axis]
             if number:
                 yield None
-            if exchange.collective is Collective.REDUCE_SCATTER:
-                whole = parts[-1] if number else flat
-                part = result if plan.is_partial and not number else parts[-1].chunk(axis.size)[axis.rank]
-                yield from self._start(exchange, whole, part)
-                if not number and not in_place:
-                    self._pool.give(flat)
-                parts.append(part)
-            else:
-                part = parts.pop()
-                yield from self._start(exchange, parts[-1], part)
+            with self._context.streams.reduce.after_compute():
+                if exchange.collective is Collective.REDUCE_SCATTER:
+                    whole, label = parts[-1] if number else flat, f"reduce-scatter {of}"
+                    part = result if plan.is_partial and not number else parts[-1].chunk(axis.size)[axis.rank]
+                    parts.append(part)
+                    handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
+                else:
+                    part, label = parts.pop(), f"all-gather {of}"
+                    handle = axis.all_gather(parts[-1], part, tag=self._tag, label=label, channel=REDUCE)
+            yield handle
+            handle.wait()
+            if not (number or in_place):  # the first exchange is a reduce-scatter
+                self._pool.give(flat)
         self._absorb(result)
-
-    def _start(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[Handle]:
-        """Scatter the sums of `whole` into `part`, or gather `whole` from the parts."""
-        axis, of = self._context.axes[exchange.axis], f"of the gradients of {self.buffer.describe()}"
-        with self._context.streams.reduce.after_compute():
-            if exchange.collective is Collective.REDUCE_SCATTER:
-                label = f"reduce-scatter {of}"
-                handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
-            else:
-                handle = axis.all_gather(whole, part, tag=self._tag, label=f"all-gather {of}", channel=REDUCE)
-        yield handle
-        handle.wait()
 
     def _take(self, dtype: torch.dtype) -> Tensor:
         """A flat buffer whose padding is zero."""
@@ -298,7 +289,8 @@ class Gradients:
         Returns:
             True while the reduction has not come to its end.
         """
-        self.wait()
+        if self._exchange is not None:
+            self._advance()
         if self.state is GradientState.REDUCING:
             self._advance()
         return self.state is GradientState.REDUCING
@@ -316,17 +308,8 @@ class Gradients:
             self._exchange = None
             self._move(GradientState.REDUCED)
 
-    def _sum_of(self, index: int) -> Tensor | None:
-        """The sum that a reduced gradient is added to: the sum that waits here, or else `p.grad`, if any.
-
-        Nothing is added to a `p.grad` while sums are kept, since it has fewer bits.
-        """
-        if (total := self._reduced.get(index)) is None and not self.is_kept:
-            total = gradient_of(self.buffer.sharded[index])
-        return total
-
     def _absorb(self, result: Tensor) -> None:
-        """Add reduced gradients to the sums that are there; the others wait until `deliver`.
+        """Add reduced gradients to the sums that are there, here or in `p.grad`; others wait for `deliver`.
 
         The ranks have not agreed yet on which parameters were used.
         """
@@ -334,7 +317,9 @@ class Gradients:
             result.mul_(self._unscale)
         own, dtype, target = self._own_slices, self._sum_dtype, self._target
         comes = target is not self.store
-        sums = {index: total for index in range(len(own)) if (total := self._sum_of(index)) is not None}
+        # Nothing is added to a `p.grad` while sums are kept, since it has fewer bits.
+        parameters = () if self.is_kept else enumerate(self.buffer.sharded)
+        sums = {at: g for at, p in parameters if (g := gradient_of(p)) is not None} | self._reduced
         # Sums that were kept in more bits are replaced at last, and for a step here those of the host.
         new = {at for at in range(len(own)) if comes or at not in sums or sums[at].dtype is not dtype}
         with target.beside(result):
@@ -362,7 +347,6 @@ class Gradients:
         Args:
             used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
         """
-        self.complete()
         self._move(GradientState.EMPTY)
         if not self.is_kept:
             for index, part in self._reduced.items() if self._target is not self.store else ():

@@ -297,18 +297,16 @@ class Passes:
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
-        self._let_frozen_join()
+        if self._frozen:  # a part of the ranks may have a backward through a frozen unit after a trained one
+            flags = [bool(frozen.open_calls) for frozen in self._frozen]
+            label = "agreement on which frozen units have a backward"
+            answer = self._context.axes.everyone.any(flags, label)()
+            for frozen, joins in zip(self._frozen, answer, strict=True):
+                frozen.joins_backward = joins
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
-
-    def _let_frozen_join(self) -> None:
-        """Agree on the frozen units that have a backward: after a trained module, perhaps on some ranks."""
-        flags = [bool(frozen.open_calls) for frozen in self._frozen]
-        answer = self._context.axes.everyone.any(flags, "agreement on which frozen units have a backward")
-        for frozen, joins in zip(self._frozen, answer(), strict=True):
-            frozen.joins_backward = joins
 
     def receive(self, number: int, index: int, gradient: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.

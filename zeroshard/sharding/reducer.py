@@ -278,8 +278,8 @@ class Reducer:
             if gradients.state is not GradientState.EMPTY:
                 self._keep_late(gradients, index, gradient)
                 return
-            for older in self.under_way[:-1]:  # see [Note: Two packed units]
-                older.wait_reduce()
+            for older in (one for unit in self.under_way[:-1] for one in unit.gradients):
+                older.wait()  # see [Note: Two packed units]
         gradients.pack(index, gradient)
 
     def _keep_late(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
@@ -290,7 +290,7 @@ class Reducer:
         """
         if self.step_unit is not None:
             raise RuntimeError(
-                f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
+                f"{gradients.buffer.described} got a gradient after it was stepped in this backward: "
                 "load the last checkpoint, and set offload.step_in_backward=False"
             )
         gradients.used[index] = True
@@ -358,7 +358,7 @@ class Reducer:
     def _progress(self, but: int) -> None:
         """Bring all reductions but the newest ones to the next exchange, or to their end."""
         for unit in self.under_way[: len(self.under_way) - but]:
-            if not unit.progress_reduce():
+            if not sum([gradients.progress() for gradients in unit.gradients]):
                 self.under_way.remove(unit)
                 self._ended.append(unit)
 

@@ -160,14 +160,16 @@ class Slots:
                 slots[attribute] = unsharded
             elif current is not unsharded:
                 self.check()
-        self._announce()
+        if self._watched:
+            self._announce()
 
     def uninstall(self) -> None:
         """Show the parameters of rest again. An object of others stays, for `check` to find."""
         for slots, attribute, unsharded, shown in self._slots:
             if slots.get(attribute) is unsharded:
                 slots[attribute] = shown
-        self._announce()
+        if self._watched:
+            self._announce()
 
     def _announce(self) -> None:
         for owner, attribute in self._watched:
@@ -279,9 +281,9 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         self.step_under_way()
-        needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
+        needed = [buffer for buffer in self.buffers if not buffer.is_resident or buffer.is_stale]
         for buffer in needed:
-            buffer.store.check()
+            buffer.store.prefetch()
         self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
             begun = [buffer.begin_gather(f"all-gather of {self.described}") for buffer in needed]
@@ -349,12 +351,12 @@ class Unit:
         """Return the output of a forward without views of parameters, whose memory is about to be freed."""
         own = [buffer.full.untyped_storage().data_ptr() for buffer in self.buffers]
 
-        def is_own(tensor: Tensor) -> bool:
+        def copied(tensor: Tensor) -> Tensor:
             is_own_kind = type(tensor) in _OWN_KINDS or isinstance(tensor, UnshardedParameter)
             has_place = is_own_kind and tensor.layout is torch.strided
-            return has_place and tensor.untyped_storage().data_ptr() in own
+            return tensor.clone() if has_place and tensor.untyped_storage().data_ptr() in own else tensor
 
-        return change_tensors(output, lambda tensor: tensor.clone() if is_own(tensor) else tensor)
+        return change_tensors(output, copied)
 
     def check_edits(self) -> None:
         """Compare its unsharded parameters with the parameters at the last look.
@@ -383,15 +385,6 @@ class Unit:
             True if exchanges of its gradients are under way or to come.
         """
         return sum(gradients.start_reduce() for gradients in self.gradients) > 0
-
-    def wait_reduce(self) -> None:
-        """Wait for the exchanges under way, so that packed buffers are free."""
-        for gradients in self.gradients:
-            gradients.wait()
-
-    def progress_reduce(self) -> bool:
-        """Wait for the exchanges under way, and start the next ones. Returns as `start_reduce`."""
-        return sum(gradients.progress() for gradients in self.gradients) > 0
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a backward that failed."""

@@ -79,7 +79,15 @@ def attach(
         ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
     """
     parts: list[StepByParts] = []
-    together = _StepGroup(optimizers)
+    together, stepped_ones = WeakSet(optimizers), WeakSet[Optimizer]()
+
+    def is_last(optimizer: Optimizer) -> bool:
+        """Note a step; True if it was the last one of those that are taken together."""
+        stepped_ones.add(optimizer)
+        if ends := set(together) <= set(stepped_ones):
+            stepped_ones.clear()
+        return ends
+
     context = runtime.context
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
@@ -101,7 +109,7 @@ def attach(
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
-        _hook(runtime, optimizer, together, engine)
+        _hook(runtime, optimizer, is_last, engine)
         if rounding is not None:
             load = functools.partial(load_states, optimizer, optimizer.load_state_dict)
             optimizer.load_state_dict = load  # type: ignore[method-assign]
@@ -167,21 +175,6 @@ def may_wait(runtime: Runtime) -> bool:
     )
 
 
-class _StepGroup:
-    """Optimizers that step one after the other; parameters are gathered after the last one."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._all, self._stepped = WeakSet(optimizers), WeakSet[Optimizer]()
-
-    def step(self, optimizer: Optimizer) -> bool:
-        """Note a step; True if it was the last one."""
-        self._stepped.add(optimizer)
-        is_last = set(self._all) <= set(self._stepped)
-        if is_last:
-            self._stepped.clear()
-        return is_last
-
-
 def _refuse_theirs(optimizer: Optimizer) -> None:
     is_theirs = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
     if is_theirs and "update_step" not in vars(optimizer):  # of its class: nobody took it over
@@ -192,7 +185,9 @@ def _refuse_theirs(optimizer: Optimizer) -> None:
         )
 
 
-def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: StepHooks | None) -> None:
+def _hook(
+    runtime: Runtime, optimizer: Optimizer, is_last: Callable[[Optimizer], bool], engine: StepHooks | None
+) -> None:
     """Lay the events of a step around the method `step`, outside of torch's hooks."""
     step, zero_grad = optimizer.step, optimizer.zero_grad
     of_runtime = weakref.ref(runtime)
@@ -210,7 +205,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
         result = step(*args, **kwargs)
         parameters = (p for group in optimizer.param_groups for p in only_sharded(group["params"]))
         stepped = {p for p in parameters if gradient_of(p) is not None}
-        runtime.after_step(stepped, together.step(optimizer))
+        runtime.after_step(stepped, is_last(optimizer))
         runtime.here.exit()
         if engine is not None and (count := engine.count()) is not None:
             count()

@@ -1,22 +1,9 @@
-"""The global gradient norm, and clipping by it.
-
-The gradients of a flat buffer are views of one tensor, unless the user replaced them or one rank is alone. So
-operators work on the runs of memory that the gradients form: a few kernels per buffer, however many
-parameters it has.
-
-Tensors side by side in memory become one, so that one kernel serves all of them:
-
-    storage    |--p1.grad--|--p2.grad--|....|--p3.grad--|
-    runs       |---------- 1 ----------|    |---- 2 ----|
-
-Padding between two tensors ends a run: nothing here knows that it is zero, and a norm would count it. Most
-parameters have a multiple of `layout.BLOCK` elements, so most buffers have padding only at their end.
-"""
+"""The global gradient norm, and clipping by it: a few kernels for the gradients of each device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -61,14 +48,14 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         factor: 0-dim, float32; if tensors lie on another device, the host waits for it.
     """
     for group in by_device(tensors):
-        own, runs = moves.beside(factor, group[0]), contiguous_runs(group)
+        own = moves.beside(factor, group[0])
         if own.is_cpu and own is not factor and own.item() == 1.0:
             continue  # host memory is slow
-        if alike := [run for run in runs if run.dtype == own.dtype]:
+        if alike := [tensor for tensor in group if tensor.dtype == own.dtype]:
             torch._foreach_mul_(alike, own)
-        for run in runs:
-            if run.dtype != own.dtype:
-                run.mul_(own.view(1))  # a 0-dim factor would be rounded to the dtype of the run first
+        for tensor in group:
+            if tensor.dtype != own.dtype:
+                tensor.mul_(own.view(1))  # a 0-dim factor would be rounded to the dtype of the tensor first
 
 
 @torch.no_grad()
@@ -112,9 +99,8 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
     """Find the gradients that this rank counts: over all ranks, each element once.
 
-    On a CPU there is one tensor per parameter, because the bits of sums depend on that. On accelerators the
-    tensors are runs of memory. For the norm of order 2, gradients on the host whose squares the device has
-    added up are one number with their norm.
+    For the norm of order 2, gradients on the host whose squares the device has added up are one number with
+    their norm.
     """
     notes = {
         gradients.buffer: squares.sqrt().view(1)
@@ -133,39 +119,7 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
         for index, parameter in enumerate(buffer.sharded)
         if (gradient := gradient_of(parameter)) is not None
     ]
-    is_cpu = runtime.context.device.type == "cpu"
-    return [*(tensors if is_cpu else contiguous_runs(tensors)), *notes.values()]
-
-
-def contiguous_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Cover the elements of tensors with as few contiguous tensors as possible; nothing is copied.
-
-    A tensor joins the run before it if it begins at the end of that run, in the same storage and dtype. A
-    tensor with gaps between its strides is a run by itself; an empty one is in none.
-
-    Args:
-        tensors: tensors of any shapes and dtypes, on any devices; those of one buffer in the order of memory.
-
-    Returns:
-        Views in the order of the tensors, 1-D where tensors were joined. So sums over the runs are the same
-        in each execution.
-    """
-    runs: list[list[Tensor]] = []
-    end = None
-    for tensor in tensors:
-        if tensor.numel():
-            memory, start = (tensor.untyped_storage().data_ptr(), tensor.dtype), tensor.storage_offset()
-            is_dense = tensor.is_contiguous()
-            if is_dense and (memory, start) == end:
-                runs[-1].append(tensor)
-            else:
-                runs.append([tensor])
-            end = (memory, start + tensor.numel()) if is_dense else None
-    sizes = [sum(part.numel() for part in run) for run in runs]
-    return [
-        first if not others else first.as_strided((size,), (1,), first.storage_offset())
-        for (first, *others), size in zip(runs, sizes, strict=True)
-    ]
+    return [*tensors, *notes.values()]
 
 
 def has_hooks_of_others(optimizer: Optimizer, when: str = "pre") -> bool:

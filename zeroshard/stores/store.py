@@ -104,8 +104,8 @@ class TierMemory:
         Raises:
             RuntimeError: its values are lost; the message names the file.
         """
-        if self.is_in_files(tensor):
-            self.check(tensor)
+        if (extent := self._extent_of(tensor)) is not None:
+            self.swap.check(extent)
             advise(tensor, mmap.MADV_WILLNEED)
 
     def check(self, tensor: Tensor) -> None:
@@ -198,16 +198,12 @@ class Store:
         self._num_changes += 1
 
     def prefetch(self) -> None:
-        """Let the system read values ahead of a load, if they lie in files."""
-        self._memory.fetch(self.values)
-
-    def check(self) -> None:
-        """Check that the values are there.
+        """Let the system read values ahead of a load, if they lie in files.
 
         Raises:
             RuntimeError: they are lost; the message names their file.
         """
-        self._memory.check(self.values)
+        self._memory.fetch(self.values)
 
     def load(self, out: Tensor, start: int = 0) -> None:
         """Copy the values from an element on to memory of any tier and dtype, on the current stream.
