@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tests.parallel.models import T5, build
+from tests.parallel.models import build
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.division import match, plan_division, plan_of
@@ -32,7 +31,7 @@ class Model(nn.Module):
         self.tokens, self.inner, self.outer = nn.Embedding(12, 8, padding_idx=3), Conv1D(24, 8), Conv1D(8, 24)
         self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8, bias=False)  # its output is a sum
         self.each, self.together = nn.Linear(8, 12), nn.Linear(12, 8)
-        self.biases, self.norm = nn.Embedding(5, 4), nn.LayerNorm(8)
+        self.norm = nn.LayerNorm(8)
         self.heads, self.out = nn.Linear(8, 4), nn.Linear(4, 8)
         self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 24)}) for _ in range(2))
 
@@ -41,7 +40,7 @@ class Model(nn.Module):
         gate, up = self.gate_up(x).chunk(2, -1)
         x = self.down(F.silu(gate) * up).add_(x)
         x = self.norm(self.together(self.each(x).softmax(-1)).add_(x))
-        x = self.out(self.heads(x).tanh() * self.biases(torch.arange(3))).add_(x)
+        x = self.out(self.heads(x).tanh()).add_(x)
         return self.blocks[1]["up"](x) * self.blocks[0]["up"](x)
 
 
@@ -53,7 +52,6 @@ PLAN = {
     "down": "rowwise",
     "each": "colwise_rep",
     "together": "rowwise_rep",
-    "biases": "embedding_per_head",
     "heads": "colwise",
     "out": "rowwise",
     "blocks.*.up": "colwise_gather_output",
@@ -82,7 +80,7 @@ def compared():
     own = (model.inner.nf, model.outer.nf, model.blocks[0]["up"].out_features)
     assert own == (24 // over.size, 8, 24 // over.size)
     changes.undo()
-    assert (model.inner.nf, model.blocks[0]["up"].out_features, model.biases.embedding_dim) == (24, 24, 4)
+    assert (model.inner.nf, model.blocks[0]["up"].out_features) == (24, 24)
     assert "forward" not in vars(model.tokens)
     got, want = found
     return [
@@ -111,7 +109,6 @@ def test_a_plan_cuts_outputs_inputs_and_tokens():
     )
     assert (found["blocks.1.up", "weight"], found["down", "weight"]) == ((12, 8), (8, 6))
     assert [(span.start, span.stop) for span in layers["gate_up"]["weight"].spans(1)] == [(6, 12), (18, 24)]
-    assert (layers["biases"]["weight"].dim, found["biases", "weight"]) == (1, (5, 2))
 
 
 def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
@@ -129,13 +126,11 @@ def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
         ({"blocks.*.upp": "colwise"}, "tp_plan: no module of the model is called 'blocks.*.upp'"),
         ({"norm": "colwise"}, "tp_plan: 'norm' is a LayerNorm; expected a Linear, an Embedding or a Conv1D"),
         ({"down": "packed_rowwise"}, "'down' is a Linear; expected a Linear, an Embedding or a Conv1D"),
-        ({"down": "embedding_per_head"}, "'down' is a Linear; expected"),
         ({"down": "moe_tp_experts"}, "got 'down.weight' of shape (8, 12) with 'replicate'"),
         ({"down": "mla_kv_a_proj"}, "got 'mla_kv_a_proj' for 'down'"),
         ({"down": LayerPlan(Split.ROWS, (Section(9),))}, "expected sections of 12 elements together"),
-        ({"biases": "packed_colwise"}, "expected 'rowwise' for the embedding 'biases'"),
         ({"tokens": "colwise"}, "expected 'rowwise' for the embedding 'tokens', which is cut by tokens"),
-        ({"biases": "embedding_per_head"}, "4 elements cannot be divided over mesh.tp=3 ranks"),
+        ({"heads": "colwise"}, "4 elements cannot be divided over mesh.tp=3 ranks"),
         (
             {"blocks.1.up": LayerPlan(Split.COLUMNS, heads(1, 5, size=4))},
             "'blocks.1.up.weight', dimension 0 of shape (24, 8): 1 head of 4",
@@ -221,14 +216,10 @@ def test_each_rank_has_whole_heads_of_queries_of_keys_and_of_values():
 
 
 def test_a_plan_has_the_patterns_that_fit_a_variant():
-    tied, encoder = build("T5"), transformers.T5EncoderModel(transformers.T5Config(**T5))
-    assert "lm_head" in plan_of(tied)
-    assert "lm_head" not in plan_of(encoder)
-    assert plan_of(nn.Linear(2, 2)) == {}
-    for model in (tied, encoder):
-        divided_layers = {layer.name for layer in match(model, plan_of(model), 2)}
-        linear = {name for name, one in model.named_modules() if isinstance(one, (nn.Linear, nn.Embedding))}
-        assert divided_layers == linear
+    model = build("GPT-2")
+    assert plan_of(model).keys() - plan_of(model.transformer).keys() == {"lm_head"}
+    for other in (nn.Linear(2, 2), build("T5")):
+        assert plan_of(other) == {}
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers():

@@ -327,6 +327,7 @@ class Config(Checked):
         near = [(tier == "none", name, "'none'") for name, tier in tiers]
         not_ignored = (not self.ignored, "ignored", "None")
         not_recomputed = (self.recompute in ("none", "lean"), "recompute", "'none' or 'lean'")
+        held = (self.offload.activations == "none", "offload.activations", "'none'")
         resharded = (self.reshard_after_forward is True, "reshard_after_forward", "True")
         per_step = pipeline.microbatches_per_step
         enough = f">= mesh.pp={pp}, so that two versions are enough"
@@ -336,9 +337,9 @@ class Config(Checked):
             # Each pipeline rank steps by itself: nobody has the gradients of the whole model at a time.
             # Gradients of ignored parameters are not averaged over the micro-batches of a step.
             (True, key, unclipped, unjudged, not_half, not_ignored),
-            # A second forward inside a backward would have the weights of the backward. Compiled code keeps
-            # what it makes of the weights of the forward.
-            (method not in KEPT_WEIGHTS, key, not_recomputed, not_compiled),
+            # A second forward inside a backward would have the weights of the backward. Compiled code, and
+            # hooks of saved tensors, keep what they make of the weights of the forward.
+            (method not in KEPT_WEIGHTS, key, not_recomputed, held, not_compiled),
             (method not in NEWEST_WEIGHTS, key, resharded),
             (method not in NEWEST_WEIGHTS or spikes, key, *near),
             (method in MOVED_WEIGHTS or spikes, key, wide),

@@ -167,8 +167,6 @@ class Reducer:
         ranks agree on it: some may have no parameter of float16."""
         self._asked = self._role = Role()
         """The roles of the next backward, as `next_backward` sets it around it, and of the last one."""
-        self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
-        """Calls that take the gradient at an index of a buffer for later, or return False."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
@@ -271,9 +269,6 @@ class Reducer:
                 f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
                 "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
             )
-        takes = self.set_aside.get(gradients)
-        if takes is not None and takes(index, gradient):
-            return
         if gradients.state is not GradientState.PACKING:
             if gradients.state is not GradientState.EMPTY:
                 self._keep_late(gradients, index, gradient)

@@ -71,11 +71,6 @@ class ModelPart:
             return with_sharding(schedule)
         return schedule
 
-    def chunks_of(self) -> dict[str, list[int]]:
-        """Return this rank's chunks that use a parameter, by name, for those that several chunks use."""
-        own = set(self.chunks)
-        return {found.name: sorted(own.intersection(found.chunks)) for found in self.holders.values()}
-
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""
         return [replace(spec, originals=list(map(self._named, spec.originals))) for spec in specs]

@@ -3,16 +3,13 @@
 Each pipeline rank of these chunks holds the parameter, in a flat buffer of its own. So the slices of ranks
 with the same places on the other axes are the same ranges. They start with the values of the first holder.
 After a batch each holder sends its gradient to the others, and all add them up in the order of the ranks.
-Their optimizers then take the same step.
-
-[Note: Two chunks of one rank] The gradients of a later chunk of the same rank are added up aside and reduced
-after the first chunk's gradients. So the sums are the same, to the bit, as if the two chunks had two ranks.
+Their optimizers then take the same step. Chunks of one rank, as the first and the last one of ZBV, add to one
+sum, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,78 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import moves
-from zeroshard.comm.collectives import Axis
 from zeroshard.comm.messages import Messages
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
-
-
-class _Aside:
-    """Sums of the gradients of later chunks, see [Note: Two chunks of one rank].
-
-    Args:
-        shared: has the chunk whose backward runs.
-        gradients: of one buffer.
-        chunks: the chunks of this rank that use its parameters.
-        everyone: the ranks that hold the same part of the model.
-    """
-
-    def __init__(self, shared: Shared, gradients: Gradients, chunks: Sequence[int], everyone: Axis) -> None:
-        self._shared, self.gradients, self._everyone = shared, gradients, everyone
-        self._first, *self._later = chunks
-        self._sums: dict[int, dict[int, Tensor]] = {}
-        """By chunk and index of the parameter."""
-        self._summed: set[int] = set()
-        """The chunks whose sums have several summands."""
-
-    def take(self, index: int, gradient: Tensor) -> bool:
-        """Add up a gradient of a later chunk; return False for one of the first chunk."""
-        if self._shared.chunk == self._first:
-            return False
-        sums = self._sums.setdefault(self._shared.chunk, {})
-        if index in sums:
-            sums[index].add_(gradient)
-            self._summed.add(self._shared.chunk)
-        else:
-            sums[index] = gradient.to(self.gradients.buffer.plan.wide_dtype)
-        return True
-
-    def drop(self) -> None:
-        """Drop the sums."""
-        self._sums, self._summed = {}, set()
-
-    def deliver(self) -> None:
-        """Add the sums to `p.grad`, chunk by chunk; collective."""
-        gradients, sums, num = self.gradients, self._sums, len(self.gradients.used)
-        summed = self._summed
-        self.drop()
-        own = [index in sums.get(chunk, {}) for chunk in self._later for index in range(num)]
-        used = self._everyone.any(own, "agreement on parameters that several chunks use")()
-        for place, chunk in enumerate(self._later):
-            if any(used_here := used[place * num : (place + 1) * num]):
-                with self._apart():
-                    gradients.begin(more=False, defer=chunk in summed)  # then scaled, and rounded after it
-                    for index, total in sums.get(chunk, {}).items():
-                        gradients.pack(index, total)
-                    gradients.start_reduce()
-                    gradients.complete()
-                    gradients.deliver(used_here)
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Reduce into a `p.grad` of its own, with its rounding, and add that to the one there is."""
-        parameters = self.gradients.buffer.sharded
-        before = [gradient_of(parameter) for parameter in parameters]
-        for parameter in parameters:
-            set_gradient(parameter, None)
-        yield
-        for parameter, earlier in zip(parameters, before, strict=True):
-            if earlier is not None:
-                parameter.state.look()  # the host may add, and the summands may be on their way
-                own = gradient_of(parameter)
-                set_gradient(parameter, earlier if own is None else earlier.add_(own))
 
 
 class Shared:
@@ -100,20 +29,10 @@ class Shared:
     Args:
         runtime: the runtime.
         messages: the messages of this rank.
-        chunks: by name of such a parameter, the chunks of this rank that use it.
     """
 
-    def __init__(self, runtime: Runtime, messages: Messages, chunks: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, runtime: Runtime, messages: Messages) -> None:
         self._memory, self._messages, self._pp = runtime.context.memory, messages, runtime.context.axes.pp
-        self.chunk = 0
-        """The chunk whose backward runs."""
-        self._asides = [
-            _Aside(self, gradients, chunks[first.fqn], runtime.context.axes.everyone)
-            for unit in runtime.units
-            for gradients in unit.gradients
-            if (first := gradients.buffer.originals[0]).holders and len(chunks[first.fqn]) > 1
-        ]
-        runtime.reducer.set_aside.update((aside.gradients, aside.take) for aside in self._asides)
         own = [buffer for buffer in runtime.buffers if buffer.originals[0].holders]
         self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)
 
@@ -154,8 +73,6 @@ class Shared:
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Give each parameter the sum of its gradients over its chunks; collective."""
-        for aside in self._asides:
-            aside.deliver()
         for buffer, parameter in self._parameters():
             if not buffer.trainable:
                 continue
@@ -173,11 +90,6 @@ class Shared:
                 set_gradient(parameter, moves.beside(total.clone(), parameter.detach()))
             else:
                 gradient.copy_(total.view_as(gradient))
-
-    def drop(self) -> None:
-        """Drop the gradients of an unfinished batch."""
-        for aside in self._asides:
-            aside.drop()
 
     def _parameters(self) -> Iterator[tuple[FlatBuffer, ShardedParameter]]:
         return ((buffer, parameter) for buffer in self._buffers for parameter in buffer.sharded)

@@ -248,15 +248,15 @@ class PipelineTraining:
         self._part, self._runtime, self._loss_fn, self.method = part, runtime, loss_fn, method
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
-        self._shared = Shared(runtime, self._messages, part.chunks_of())
+        self._shared = Shared(runtime, self._messages)
         self._shared.start(optimizer)
         self._products: Products | None = None
         """Made for the first backward in two halves: without these, layers run as they are."""
         self._runners: dict[tuple[int, bool, int], Runner] = {}
         """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunks}
-        uses, aside = Counter(unit for own in self._units.values() for unit in own), runtime.reducer.set_aside
-        alone = {u for u, num in uses.items() if num == 1 and aside.keys().isdisjoint(u.gradients)}
+        uses = Counter(unit for own in self._units.values() for unit in own)
+        alone = {u for u, n in uses.items() if n == 1 and not any(b.originals[0].holders for b in u.buffers)}
         self._own_units = {chunk: frozenset(alone.intersection(own)) for chunk, own in self._units.items()}
         """The units of a chunk that are reduced with it: no other chunk gives them gradients."""
         self._signature = part.chunked.signature
@@ -310,7 +310,6 @@ class PipelineTraining:
             self._factor = (loss_scale or 1.0) / num
             runner = self._begin(num, has_backward=True)
             self._scales = [loss_scale or 1.0]
-            self._shared.drop()
             means = self._run(runner, batches, num_batches, num)
             self._shared.add_gradients()
             self._runtime.before_step()
@@ -442,7 +441,6 @@ class PipelineTraining:
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one before a step reduces what ends with it."""
         reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
-        self._shared.chunk = chunk
         name = chunk, self._action.microbatch
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()

@@ -34,16 +34,6 @@ from zeroshard.plan.originals import Original, is_packed
 from zeroshard.plan.placement import SUMMANDS, SUMMANDS_OF_PARTS
 from zeroshard.plan.units import UnitSpec
 
-_T5 = {
-    "*shared": "rowwise",
-    "*embed_tokens": "rowwise",
-    "*Attention.[qkv]": "colwise",
-    "*Attention.o": "rowwise",
-    "*Attention.relative_attention_bias": "embedding_per_head",
-    "*DenseReluDense.wi*": "colwise",
-    "*DenseReluDense.wo": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
 _OWN: dict[str, dict[str, str]] = {
     "gpt2": {
         "*wte": "rowwise",
@@ -53,8 +43,6 @@ _OWN: dict[str, dict[str, str]] = {
         "*mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     },
-    "t5": _T5,
-    "mt5": _T5,
 }
 """Plans for models of transformers that have none there, by `config.model_type`."""
 
@@ -336,14 +324,14 @@ def _cuts(name: str, module: nn.Module, style: LayerPlan, num_ranks: int) -> Ite
     """The divided parameters of a layer by their name in it."""
     is_columns = style.way not in BY_ROWS
     if isinstance(module, nn.Embedding):
-        if is_columns and style.way is not Split.PER_HEAD:
+        if is_columns:
             raise ValueError(
                 f"tp_plan: expected 'rowwise' for the embedding '{name}', which is cut by tokens"
             )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
-        dims = {"weight": 1 if is_columns else 0}
-    elif is_linear(module) and style.way not in (Split.PER_HEAD, Split.PACKED_ROWS):
+        dims = {"weight": 0}
+    elif is_linear(module) and style.way is not Split.PACKED_ROWS:
         dims = {"weight": dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
     else:
         raise ValueError(

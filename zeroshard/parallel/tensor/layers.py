@@ -107,7 +107,7 @@ def _of_parts(layer: Divided, forward: Callable[..., Tensor], _: Any, *args: Any
     return forward(*args, **kwargs)
 
 
-_INPUTS, _OUTPUTS = ("in_features", "nx"), ("out_features", "nf", "embedding_dim")
+_INPUTS, _OUTPUTS = ("in_features", "nx"), ("out_features", "nf")
 """Attributes that have the size of a layer."""
 _GROUPS = "num_key_value_groups"
 """Attention layers of transformers repeat keys and values so many times, once for each of their queries."""
@@ -128,18 +128,13 @@ def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Te
         Split.ROWS: functools.partial(_rows, add),
         Split.ROWS_SPLIT: functools.partial(_split_rows, add),
         Split.EXPERTS: _experts,
-        Split.PER_HEAD: _whole,
     }
     return forwards[layer.style.way]
 
 
-def _whole(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
-    outputs: Tensor = type(module).forward(module, value)
-    return outputs
-
-
 def _columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
-    return _whole(module, over, name, copied(value, over, name))
+    outputs: Tensor = type(module).forward(module, copied(value, over, name))
+    return outputs
 
 
 def _gathered_columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:

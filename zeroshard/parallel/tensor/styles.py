@@ -49,8 +49,6 @@ class Split(Enum):
     """By its inputs, of which both halves are cut; for parameters of experts."""
     EXPERTS = "moe_tp_experts"
     """Experts, by the words for their parameters."""
-    PER_HEAD = "embedding_per_head"
-    """An embedding of one element for each head: by these."""
     COLUMNS_LOSS = "colwise_loss"
     """By its outputs; they are gathered, except where a model of transformers computes its loss of them."""
     SEQUENCE = "sequence"
@@ -138,17 +136,13 @@ class Divided:
         return self.style.way in (Split.SUMMED, Split.SHARED_COLUMNS, *OF_SEQUENCE)
 
 
-_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+_SIZES = ("head_dim", "head_size")
 """The names of the size of a head in the attention layers of transformers."""
 _IN_ONE = {"query_key_value": 3}
 """Layers whose outputs are, for each head, its query, its key and its value."""
 _SIDE_BY_SIDE = {("GPT2Attention", "c_attn"): "embed_dim"}
 """Layers with all queries first, then all keys, then all values: (attention layer, name) -> size of each."""
-_COUNTS = {
-    "GPT2Attention": ("num_heads", "embed_dim", "split_size"),
-    "T5Attention": ("n_heads", "inner_dim"),
-    "MT5Attention": ("n_heads", "inner_dim"),
-}
+_COUNTS = {"GPT2Attention": ("num_heads", "embed_dim", "split_size")}
 """Attributes that are proportional to the number of heads which the layer computes."""
 _WITHOUT_HEADS = (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT, *WITHOUT_CUTS)
 """Ways that may divide a head: what follows has all of them, or none."""

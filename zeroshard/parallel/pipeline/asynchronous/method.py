@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -236,63 +236,28 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
     return Delays(own, kept, taus)
 
 
-def refuse_weights_of_forwards(
-    modules: Iterable[nn.Module], changes: Changes, weights: str
-) -> set[nn.Module]:
-    """Refuse habits that give a backward the weights or the activations of another moment than the method.
+_REMEDY = "set pipeline.weights to 'stash', 'vertical' or 'double'"
 
-    A second forward inside a backward would have activations of the weights of the backward. A hook of saved
-    tensors may give the backward a copy of a weight, as it was in the forward: each layer is looked at once,
-    in its first forward with a graph.
+
+def refuse_forwards_in_backward(modules: Iterable[nn.Module], changes: Changes, weights: str) -> None:
+    """Refuse a forward inside a backward: it would have activations of the weights of the backward.
 
     Args:
         modules: the modules of this rank.
         changes: notes the hooks.
         weights: the method, which has other weights in the backward.
-
-    Returns:
-        The layers that were looked at. They are looked at again if the caller clears the set.
     """
-    seen: set[nn.Module] = set()
-    looking: list[nn.Module] = []
-    """The layer that is looked at: an activation checkpoint runs its forward again to show what it saves."""
 
     def check(module: nn.Module, args: Any) -> None:
-        if looking or is_in_backward():
+        if is_in_backward():
             raise RuntimeError(
-                f"an activation checkpoint runs the forward of {type(module).__name__} again inside the "
-                f"backward, where pipeline.weights={weights!r} has other weights: turn checkpoints off, or "
-                "set pipeline.weights to 'stash', 'vertical' or 'double'"
-            )
-        if module in seen or not torch.is_grad_enabled():
-            return
-        seen.add(module)
-        looking.append(module)
-        try:
-            copied = _saved_as_copy(module)
-        finally:
-            looking.clear()
-        if copied is not None:
-            raise RuntimeError(
-                f"hooks of saved tensors, such as save_on_cpu, give the backward a copy of {copied!r} of "
-                f"{type(module).__name__} from its forward, where pipeline.weights={weights!r} has other "
-                "weights: let the hooks return parameters as they are, or set pipeline.weights to 'stash', "
-                "'vertical' or 'double'"
+                f"the forward of {type(module).__name__} runs again inside the backward, where "
+                f"pipeline.weights={weights!r} has other weights: turn checkpoints off, or {_REMEDY}"
             )
 
     for module in modules:
         if module._parameters:
             changes.hook(module.register_forward_pre_hook(check))
-    return seen
-
-
-def _saved_as_copy(module: nn.Module) -> str | None:
-    """Return the name of a parameter if autograd saves a copy of it now; else None."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.requires_grad and parameter.numel():
-            saved = torch.linalg.vector_norm(parameter).grad_fn._saved_self
-            return name if saved.data_ptr() != parameter.data_ptr() else None
-    return None
 
 
 def noted_change(config: Config, rank: int) -> str | None:
@@ -347,11 +312,8 @@ class AsynchronousMethod:
         """Older versions by their numbers."""
         self.peak_bytes = 0
         """The most bytes of versions at a time since `reset_peak`."""
-        self._looked_at: set[nn.Module] = set()
-        """The layers for which no hooks of saved tensors were found in this list."""
         if weights not in KEPT_WEIGHTS:
-            layers = list(runtime.module.modules())
-            self._looked_at = refuse_weights_of_forwards(layers, runtime.changes, weights)
+            refuse_forwards_in_backward(runtime.module.modules(), runtime.changes, weights)
         self._delays = self._read(schedule)
         self._read(full_schedule_of(config))
         self._most_crossed = _most_crossed(config, self._rank)
@@ -383,7 +345,8 @@ class AsynchronousMethod:
             steps_taken: the steps of training before it.
 
         Raises:
-            RuntimeError: torch.autocast is on.
+            RuntimeError: torch.autocast is on; or there are hooks of saved tensors, as of an activation
+                checkpoint, which may give a backward a copy of a weight as it was in the forward.
         """
         if torch.is_autocast_enabled(self._runtime.context.device.type):
             raise RuntimeError(
@@ -392,9 +355,15 @@ class AsynchronousMethod:
             )
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
-        self._looked_at.clear()
+        weights, unhooked = self._config.chosen_weights, nullcontext()
+        if weights not in KEPT_WEIGHTS:
+            unhooked = torch.autograd.graph.disable_saved_tensors_hooks(
+                "hooks of saved tensors, as of activation checkpoints and save_on_cpu, keep what a forward "
+                f"had, and pipeline.weights={weights!r} has other weights in the backward: {_REMEDY}"
+            )
         try:
-            yield
+            with unhooked:
+                yield
         except BaseException:
             if self._has_begun:
                 self._runtime.state.moments.add(Moment.BROKEN_LIST)
