@@ -1,6 +1,6 @@
 """The seconds that the tests of each file take in `make test` on two quiet cores: seconds.json keeps them.
 
-    make test ARGS="--junitxml run.xml" && python -m tests.seconds run.xml
+    make test ARGS="--junitxml build/run.xml" && python -m tests.seconds build/run.xml
 
 writes them anew. `tests/test_selection.py` has the budget of their sum.
 """
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).parent
 KEPT = TESTS / "seconds.json"
-RENEW = 'make test ARGS="--junitxml run.xml" && python -m tests.seconds run.xml'
+RENEW = 'make test ARGS="--junitxml build/run.xml" && python -m tests.seconds build/run.xml'
 
 
 def files() -> list[str]:
