@@ -74,10 +74,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def pytest_collection_finish() -> None:
-    """Leave all that has been imported out of each `gc.collect()` and `gc.get_objects()` of a test."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import without collections of garbage, which take a quarter of the time as nothing is freed.
+
+    All that has been imported is left out of each `gc.collect()` and `gc.get_objects()` of a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def _holds_for(item: pytest.Item, mark: pytest.Mark) -> bool:

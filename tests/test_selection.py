@@ -1,4 +1,4 @@
-"""Which tests `make test` runs: all but long ones, and one of every file."""
+"""Which tests `make test` runs: all but long ones, and one of every file; and their seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import seconds
 from tests.conftest import NUM_FAST
 
 CASES = """
@@ -66,3 +67,17 @@ def test_each_test_file_has_a_test_that_is_not_long(request: pytest.FixtureReque
     num_fast = request.config.stash[NUM_FAST]
     assert num_fast[__file__] > 0
     assert [file for file, number in num_fast.items() if number == 0] == []
+
+
+MOST_SECONDS = 565
+"""Of all files together, and a budget: it only falls, to the 480 that two cores have in 4 minutes."""
+
+
+def test_each_test_file_has_its_seconds_within_the_budget_of_all(tmp_path: Path) -> None:
+    report = tmp_path / "run.xml"
+    cases = '<testcase classname="tests.comm.test_mesh" time="1.26"/>' * 2
+    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert seconds.of_run(report) == dict.fromkeys(seconds.files(), 0.0) | {"comm/test_mesh.py": 2.5}
+    kept = seconds.kept()
+    assert sorted(kept) == seconds.files(), f"expected the seconds of each test file: {seconds.RENEW}"
+    assert sum(kept.values()) <= MOST_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import os
 import re
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(build_parser().parse_args(arguments))
     command = given.pop("command")
     module, options = COMMANDS[command]
+    gc.disable()  # imports free next to nothing, and collections take a quarter of `estimate FOLDER`
     try:
         getattr(import_module(f"zeroshard.cli.{module}"), command)(options(**given))
         sys.stdout.flush()
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, USAGE)
     except (RuntimeError, OSError) as error:
         return _fail(error, FAILURE)
+    finally:
+        gc.enable()
     return 0
 
 
