@@ -306,10 +306,10 @@ def tied(how: str) -> nn.Module:
     return get_peft_model(tied_base(), LoraConfig(**copy.deepcopy(options | TIED[how])))
 
 
-def train_tied(folder: str) -> dict[str, tuple]:
+def train_tied(folder: str, kinds: list[str]) -> dict[str, tuple]:
     """The state_dict of each model, and the refusals of merged adapters; exports are in `folder`."""
     ends = {}
-    for how in TIED:
+    for how in kinds:
         engine, _ = start(tied(how), "SGD", stage=3)
         train(engine)
         engine.save_pretrained(Path(folder, how, "adapters"))
@@ -327,9 +327,13 @@ def train_tied(folder: str) -> dict[str, tuple]:
     return ends
 
 
-def test_adapters_of_a_tied_weight_are_written_as_they_were_trained_or_refused(ranks, tmp_path):
+SOME_TIED = ["rows of the head", "copy of both"]
+
+
+@pytest.mark.parametrize("kinds", [SOME_TIED, pytest.param([*TIED], marks=pytest.mark.long)])
+def test_adapters_of_a_tied_weight_are_written_as_they_were_trained_or_refused(ranks, tmp_path, kinds):
     peft = pytest.importorskip("peft")
-    ends, others = ranks(2, train_tied, str(tmp_path))
+    ends, others = ranks(2, train_tied, str(tmp_path), kinds)
     for how, (state, refusals) in ends.items():
         folder = tmp_path / how
         plain = tied(how)
