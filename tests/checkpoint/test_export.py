@@ -239,16 +239,11 @@ def train_adapters(folder: str) -> dict[str, torch.Tensor]:
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "engine"), Tokenizer())
     engine.save_pretrained(Path(folder, "merged"), merge_adapters=True)
-    return engine.full_state_dict()
-
-
-@on_ranks(2)
-def test_a_model_whose_sharded_layers_were_taken_out_is_not_exported(tmp_path):
-    engine, _ = start(with_adapters(), stage=3)
+    state = engine.full_state_dict()
     engine.module.delete_adapter("second")
     with pytest.raises(RuntimeError, match="is sharded, and its layer was taken out of the model"):
-        engine.save_pretrained(tmp_path / "left")
-    assert not (tmp_path / "left").exists()
+        engine.save_pretrained(Path(folder, "left"))
+    return state
 
 
 @on_ranks(2)
@@ -276,6 +271,7 @@ def test_of_a_model_with_adapters_peft_loads_those_or_the_whole_as_peft_merges_i
     size = (tmp_path / "engine" / "adapter_model.safetensors").stat().st_size
     assert size < sum(value.nbytes for value in state.values()) / 2
     assert (tmp_path / "engine" / "tokenizer.json").exists()
+    assert not (tmp_path / "left").exists()
     assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "command")]) == 2
     assert "call engine.save_pretrained()" in capsys.readouterr().err
 
@@ -306,10 +302,10 @@ def tied(how: str) -> nn.Module:
     return get_peft_model(tied_base(), LoraConfig(**copy.deepcopy(options | TIED[how])))
 
 
-def train_tied(folder: str) -> dict[str, tuple]:
+def train_tied(folder: str, kinds: list[str]) -> dict[str, tuple]:
     """The state_dict of each model, and the refusals of merged adapters; exports are in `folder`."""
     ends = {}
-    for how in TIED:
+    for how in kinds:
         engine, _ = start(tied(how), "SGD", stage=3)
         train(engine)
         engine.save_pretrained(Path(folder, how, "adapters"))
@@ -327,9 +323,13 @@ def train_tied(folder: str) -> dict[str, tuple]:
     return ends
 
 
-def test_adapters_of_a_tied_weight_are_written_as_they_were_trained_or_refused(ranks, tmp_path):
+SOME_TIED = ["rows of the head", "copy of both"]
+
+
+@pytest.mark.parametrize("kinds", [SOME_TIED, pytest.param([*TIED], marks=pytest.mark.long)])
+def test_adapters_of_a_tied_weight_are_written_as_they_were_trained_or_refused(ranks, tmp_path, kinds):
     peft = pytest.importorskip("peft")
-    ends, others = ranks(2, train_tied, str(tmp_path))
+    ends, others = ranks(2, train_tied, str(tmp_path), kinds)
     for how, (state, refusals) in ends.items():
         folder = tmp_path / how
         plain = tied(how)

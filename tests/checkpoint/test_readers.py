@@ -1,7 +1,5 @@
 """A checkpoint is one of torch.distributed.checkpoint: torch alone reads it."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -57,22 +55,6 @@ def test_torch_and_zeroshard_read_full_tensors_under_the_plain_names_and_all_nam
     stored = open_checkpoint(directory)
     assert stored.tensors.keys() == want.keys() - {"head.weight"}  # which is tokens.weight
     assert unequal(read_whole(stored) | {"head.weight": want["head.weight"]}, want) == []
-
-
-CONVERT = """
-import sys
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-dcp_to_torch_save(*sys.argv[1:])
-assert not any(name.startswith("zeroshard") for name in sys.modules)
-"""
-
-
-@pytest.mark.long
-def test_torch_makes_one_file_of_it_without_zeroshard(ranks, tmp_path):
-    want = ranks(2, saved, tmp_path, 3)[0]
-    paths = find(tmp_path, "here"), tmp_path / "one.pt"
-    subprocess.run([sys.executable, "-I", "-c", CONVERT, *paths], check=True)
-    assert unequal(torch.load(paths[1], weights_only=True), want) == []
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):

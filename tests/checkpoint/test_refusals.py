@@ -63,7 +63,7 @@ REMEMBERED = {
 }
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_states_that_could_not_be_told_apart_again_are_refused_by_name(tmp_path):
     for expected, remember in REMEMBERED.items():
         with pytest.warns(UserWarning, match="is not known to zeroshard"):
@@ -92,7 +92,7 @@ def schedule_of(num_parts):
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-@on_ranks(2)
+@on_ranks(1)
 def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_changes(tmp_path):
     engine = start(3, lr_scheduler=schedule_of(3))
     train(engine, [0])
@@ -107,7 +107,7 @@ def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_change
     assert found == []
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_plain_loop_counts_its_steps_too(tmp_path):
     engine = start(3)
     for number in range(2):
@@ -168,7 +168,7 @@ def test_client_state_holds_no_slices(tmp_path):
     assert "got zeroshard.parameters.sharded.ShardedParameter" in message
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_what_was_loaded_in_inference_mode_trains(tmp_path):
     engine = start(3)
     train(engine, [0])
@@ -187,7 +187,7 @@ class Stubborn(nn.Linear):
         raise ValueError("I will not")
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_module_that_refuses_its_state_is_told_to_leave_the_engine_half_loaded(tmp_path):
     engine = start(3, model=nn.Sequential(Stubborn(3, 3)))
     engine.save_checkpoint(tmp_path)

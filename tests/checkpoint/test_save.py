@@ -86,21 +86,6 @@ def test_a_save_in_the_background_holds_the_values_of_the_call(tmp_path):
     assert found == [[], []]
 
 
-@on_ranks(2)
-def test_loading_waits_for_a_save_in_the_background(tmp_path):
-    """The engine that saves loads right after it."""
-    names = ["later", "later.0", "latest", "step-2", "step-2.0"]
-    engine = start(3)
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path, blocking=False)
-    want, end = state(engine), train(engine, range(2, 4))
-    engine.save_checkpoint(tmp_path, "later", blocking=False)
-    engine.load_checkpoint(tmp_path, "step-2")
-    assert not differences(state(engine), want)
-    assert train(engine, range(2, 4)) == end
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_copies_are_pinned_and_have_the_values_of_the_moment():
     values = torch.ones(5 << 20, device="cuda"), torch.arange(3, device="cuda"), torch.ones(5 << 20).double()

@@ -101,6 +101,7 @@ SEEDED = ("stateful, shuffled", "stateful, workers")
 WORKERS = [name for name in LOADERS if "workers" in name]
 
 
+@pytest.mark.long_where(name=WORKERS)
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_loader_goes_on_with_the_batches_that_would_have_come(name):
@@ -288,7 +289,10 @@ def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
 def test_a_place_in_a_dataloader_is_none_in_a_dataset_and_the_other_way(tmp_path):
     for saved, said in (
         (lambda: own("stateful"), "expected a DataLoader, .* got a Dataset; the data begin where they are"),
-        (lambda: Numbers(8), "has places of 0 data-parallel ranks, and this run 1; going on at the start of epoch 0"),
+        (
+            lambda: Numbers(8),
+            "has places of 0 data-parallel ranks, and this run 1; going on at the start of epoch 0",
+        ),
     ):
         made = start(saved())
         train(made, forever(made), 2)

@@ -1,4 +1,4 @@
-"""TRL's trainer over an engine: the losses of DDP, and those of a plain loop over the same data.
+"""TRL's trainer over an engine: the losses of DDP over the same data.
 
 The other libraries are in files of their own, and in `test_documented.py`.
 """
@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-import zeroshard
 from tests.integrations.runs import (
     LENGTH,
     VOCABULARY,
@@ -48,21 +47,9 @@ def tokenizer():
 
 
 def rows():
-    """Sixteen sequences of one length, so that a mean over a rank's tokens needs no counts of others."""
+    """Sixteen sequences of one length."""
     ids = torch.randint(VOCABULARY - 2, (16, LENGTH), generator=torch.Generator().manual_seed(4))
     return [{"input_ids": row, "labels": row} for row in ids.tolist()]
-
-
-def batches():
-    """The micro-batches of this rank as accelerate deals them out: 0 and 2 on the first of two ranks."""
-    tensors = [{key: torch.tensor(value) for key, value in row.items()} for row in rows()]
-    stacked = [{key: torch.stack([row[key] for row in pair]) for key in pair[0]}
-               for pair in zip(tensors[::2], tensors[1::2], strict=True)]  # fmt: skip
-    return stacked[dist.get_rank() :: dist.get_world_size()]
-
-
-def optimizer_of(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
 
 
 def sft(kind, folder, **more):
@@ -79,7 +66,7 @@ def sft(kind, folder, **more):
 
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
-def test_a_trainer_of_trl_has_the_losses_of_ddp_and_of_a_plain_loop(tmp_path):
+def test_a_trainer_of_trl_has_the_losses_of_ddp(tmp_path):
     with accelerate_state():
         theirs = sft(SFTTrainer, tmp_path)
         expected, state = logged(theirs), full_state_dict(theirs)
@@ -87,18 +74,6 @@ def test_a_trainer_of_trl_has_the_losses_of_ddp_and_of_a_plain_loop(tmp_path):
         ours = sft(ZeroShardSFTTrainer, tmp_path, zeroshard_config={"stage": 3})
         losses, own_state = logged(ours), full_state_dict(ours)
         ours.engine.close()
-    engine = zeroshard.initialize(model := build_model(), optimizer_of(model), {"stage": 3}).engine
-    plain = []
-    for batch in batches():
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        dist.all_reduce(total := loss.detach().clone())
-        plain.append(total.item() / 2)
-    plain_state = engine.full_state_dict()
-    assert len(plain) == 4
+    assert dist.get_rank() or len(losses) == 4  # rank 0 logs
     assert losses == expected
     assert largest_difference(own_state, state) == 0
-    if dist.get_rank() == 0:  # which logs; TRL computes the loss by itself, in chunks
-        assert losses == pytest.approx(plain, abs=1e-5)
-        assert largest_difference(own_state, plain_state) < 1e-4

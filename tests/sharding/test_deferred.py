@@ -166,6 +166,13 @@ def between_two_blocks(model):
         nn.init.ones_(model.a.bias)
 
 
+def of_a_copy(model):
+    with zeroshard.deferred_init():
+        twin = copy.deepcopy(model)
+    model.a = twin.a
+    nn.init.zeros_(model.a.bias)
+
+
 def to_another_dtype(model):
     model.a.bfloat16()
 
@@ -182,6 +189,7 @@ CHANGED = r"^parameter 'a.bias' was changed after zeroshard.deferred_init\(\)"
     [
         (after_the_block, CHANGED),
         (between_two_blocks, CHANGED),
+        (of_a_copy, CHANGED),
         (to_another_dtype, "^parameter 'a.weight' is on the meta device; expected values"),
         (with_a_layer_on_the_meta_device, "^parameter 'more.weight' is on the meta device"),
     ],
@@ -198,6 +206,7 @@ def test_a_model_may_be_changed_in_a_block_of_its_own():
     for model, block in ((plain, torch.no_grad()), (deferred, zeroshard.deferred_init())):
         with block, torch.no_grad():
             nn.init.ones_(model.a.weight)
+            model.a.weight.data.mul_(2)
             model.b.weight[2:4].zero_()
             model.c.weight.mul_(3).add_(model.d.weight)
     check_values(deferred)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zeroshard.agreement import require_equal
 from zeroshard.averages import EMA
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.files import as_folder, check_free, check_tag
+from zeroshard.checkpoint.files import as_folder, check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
 from zeroshard.checkpoint.optimizers import join_schedules, read_optimizer
 from zeroshard.checkpoint.save import Snapshot, write
@@ -215,8 +215,6 @@ def _read(
         raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
     folder, runtime, axes = as_folder(dir), parts.runtime, parts.runtime.context.axes
     check_tag(tag)
-    if axes.world.rank == 0:
-        check_free(folder, tag)
     model = read_model(runtime)
     if model.ignored:
         warn_user(

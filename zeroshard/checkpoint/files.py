@@ -5,7 +5,9 @@
     DIR/<tag>.<generation>/ a checkpoint: renamed to this when it is complete
     DIR/.<tag>.<generation>.tmp/  one that is being written, or whose writer died
 
-`latest` and `<tag>` are replaced by os.replace: at every moment they name a complete checkpoint.
+`latest` and `<tag>` are replaced by os.replace: at every moment they name a complete checkpoint. The first
+checkpoint of the tag `v1` lies in the directory `v1.0`, so os.replace refuses a tag `v1.0` after it. Where
+`v1.0` is the file of a tag, the tag `v1` takes the next number.
 """
 
 from __future__ import annotations
@@ -76,18 +78,6 @@ def _is_tag(tag: str) -> bool:
     is_safe = tag.isprintable() and _NOT_IN_TAGS.isdisjoint(tag)
     is_trimmed = tag.strip() == tag and not tag.startswith(".") and not tag.endswith(".")
     return bool(tag) and is_safe and is_trimmed and len(tag.encode()) <= _MAX_TAG_BYTES
-
-
-def check_free(folder: Path, tag: str) -> None:
-    """Raise ValueError if a directory is in the place of the file `<tag>`.
-
-    The first checkpoint of the tag `v1` lies in the directory `v1.0`, so there can be no tag `v1.0`. Where
-    `v1.0` is the file of a tag, the tag `v1` takes the next number.
-    """
-    if (folder / tag).is_dir():
-        match = _GENERATION.fullmatch(tag)
-        owner = f", a checkpoint of tag '{match['tag']}'" if match is not None else ""
-        raise ValueError(f"tag: '{folder / tag}' is a directory{owner}: expected another tag; got {tag!r}")
 
 
 @dataclass(frozen=True, slots=True)

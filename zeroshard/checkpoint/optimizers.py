@@ -407,9 +407,8 @@ def _new_dtypes(
     wide = torch.promote_types((main or parameter).dtype, torch.float32)
     numbers = {key for key in there if not is_codes(key, there) and not is_scales(key, there)}
     changed = {key for key in numbers if keeps_float32 or there[key] == wide}
-    return (
-        there | dict.fromkeys(changed, plain) | dict.fromkeys(there.keys() & _OF_PIPELINES, parameter.dtype)
-    )
+    noted = dict.fromkeys(there.keys() & _OF_PIPELINES, parameter.dtype)
+    return there | dict.fromkeys(changed, plain) | noted
 
 
 # ------------------------------------------------------------------------------------------- restoring

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from hashlib import blake2b
 from typing import Any, cast
 
 import numpy
@@ -49,8 +48,7 @@ def check(states: dict[str, Any], device: torch.device) -> None:
 
 def derive(seed: int, rank: int, step: int) -> None:
     """Seed the generators of a rank for which no state was saved: the same for the same arguments."""
-    digest = blake2b(f"{seed} {rank} {step}".encode(), digest_size=8).digest()
-    value = int.from_bytes(digest, "little") >> 1
+    value = random.Random(f"{seed} {rank} {step}").getrandbits(63)
     torch.manual_seed(value)
     random.seed(value)
     numpy.random.seed(value % 2**32)

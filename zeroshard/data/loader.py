@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -161,20 +162,15 @@ class EpochLoader(DataLoader[Any]):
                 f"not inside epoch {data_position.epoch}"
             )
             data_position = following
+        left = turns(num_samples, data_position.position, 0, self.sampler.num_replicas)
+        is_over = len(left) < (self.batch_size or 1 if self.drop_last else 1)
         self._data_position = data_position
-        self._next_start = following if self._is_over(data_position) else data_position
+        self._next_start = following if is_over else data_position
 
     def _present(self, data_position: DataPosition) -> DataPosition:
         """A position with the present number of samples: a dataset may grow."""
         num_samples = max(len(self.dataset), data_position.position)  # type: ignore[arg-type]
         return replace(data_position, num_samples=num_samples)
-
-    def _is_over(self, data_position: DataPosition) -> bool:
-        """True when no batch of the epoch is left after a position."""
-        num_samples, num_ranks = len(self.dataset), self.sampler.num_replicas  # type: ignore[arg-type]
-        num_turns = -(-(num_samples - data_position.position) // num_ranks)
-        assert self.batch_size is not None, "EpochLoader counts in batches"
-        return num_turns < (self.batch_size if self.drop_last else 1)
 
 
 class _EpochIterator(Iterator[Any]):
@@ -331,10 +327,8 @@ class GivenLoader:
                 part.set_epoch(epoch)
 
     def _length(self) -> int | None:
-        try:
-            return len(self.loader)
-        except TypeError:
-            return None
+        """The batches of an epoch, if the loader knows them."""
+        return length_hint(self.loader) or None
 
     # -- checkpoints ------------------------------------------------------------------------------------
 

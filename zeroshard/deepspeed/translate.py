@@ -17,21 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from zeroshard.config.checked import (
-    DTYPE,
-    FRACTION,
-    PATH,
-    REFUSED,
-    TIER,
-    ValueRule,
-    choice,
-    instance,
-    integer,
-    number,
-    read_file,
-    show,
-    with_type,
-)
+from zeroshard.config import checked
+from zeroshard.config.checked import REFUSED, ValueRule, read_file, show, with_type
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 
@@ -48,8 +35,8 @@ class KeyRule(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------- mapped
 
-_BOOLEAN = instance(bool, "true or false")
-_AT_LEAST_0 = number("a number >= 0", lambda value: 0 <= value < math.inf)
+_BOOLEAN = checked.instance(bool, "true or false")
+_AT_LEAST_0 = checked.number("a number >= 0", lambda value: 0 <= value < math.inf)
 
 
 def _as(option: str, rule: ValueRule, *neutral: Any) -> KeyRule:
@@ -66,43 +53,43 @@ _DYNAMIC = "precision.loss_scale."
 """The prefix of the options for the adaptation of a dynamic scale to overflows."""
 
 MAPPED: dict[str, KeyRule] = {
-    "train_batch_size": _as("train_batch_size", integer(1)),  # `translate` divides it
-    "train_micro_batch_size_per_gpu": _as("micro_batch_size", integer(1)),
-    "gradient_accumulation_steps": _as("gradient_accumulation_steps", integer(1)),
+    "train_batch_size": _as("train_batch_size", checked.integer(1)),  # `translate` divides it
+    "train_micro_batch_size_per_gpu": _as("micro_batch_size", checked.integer(1)),
+    "gradient_accumulation_steps": _as("gradient_accumulation_steps", checked.integer(1)),
     "gradient_clipping": _as("clip_grad_norm", _AT_LEAST_0, 0),
-    "communication_data_type": _as("precision.reduce_dtype", DTYPE),
-    "zero_optimization.stage": _as("stage", integer(0, 3)),
-    "zero_optimization.offload_optimizer.device": _as("offload.optimizer", TIER, "none"),
-    "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", PATH),
+    "communication_data_type": _as("precision.reduce_dtype", checked.DTYPE),
+    "zero_optimization.stage": _as("stage", checked.integer(0, 3)),
+    "zero_optimization.offload_optimizer.device": _as("offload.optimizer", checked.TIER, "none"),
+    "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", checked.PATH),
     "zero_optimization.offload_optimizer.ratio": KeyRule(
-        FRACTION, lambda ratio: {"offload.device_fraction": 1 - ratio}
+        checked.FRACTION, lambda ratio: {"offload.device_fraction": 1 - ratio}
     ),
-    "zero_optimization.offload_param.device": _as("offload.parameters", TIER, "none"),
-    "zero_optimization.offload_param.nvme_path": _as("offload.nvme_path", PATH),
-    "zero_optimization.zero_hpz_partition_size": _as("reshard_after_forward", integer(0), 0, 1),
-    "zero_optimization.mics_shard_size": _as("shard_group_size", integer(-1), -1, 0),
+    "zero_optimization.offload_param.device": _as("offload.parameters", checked.TIER, "none"),
+    "zero_optimization.offload_param.nvme_path": _as("offload.nvme_path", checked.PATH),
+    "zero_optimization.zero_hpz_partition_size": _as("reshard_after_forward", checked.integer(0), 0, 1),
+    "zero_optimization.mics_shard_size": _as("shard_group_size", checked.integer(-1), -1, 0),
     "bf16.enabled": _flag({"precision.param_dtype": torch.bfloat16}),
     "bf16.check_grad_overflow": _flag({"nonfinite": "skip"}, {"nonfinite": "report"}),
     "bf16.bf16_master_weights_and_grads": _flag({"precision.main_dtype": torch.bfloat16}),
     "bf16.bf16_optimizer_states": _flag({"precision.main_dtype": torch.bfloat16}),
     "fp16.enabled": _flag({"precision.param_dtype": torch.float16}),
     "fp16.loss_scale": KeyRule(_AT_LEAST_0, lambda scale: {"precision.loss_scale": scale or "dynamic"}),
-    "fp16.initial_scale_power": KeyRule(integer(0), lambda power: {f"{_DYNAMIC}start": 2.0**power}),
-    "fp16.loss_scale_window": _as(f"{_DYNAMIC}window", integer(1)),
+    "fp16.initial_scale_power": KeyRule(checked.integer(0), lambda power: {f"{_DYNAMIC}start": 2.0**power}),
+    "fp16.loss_scale_window": _as(f"{_DYNAMIC}window", checked.integer(1)),
     "fp16.min_loss_scale": _as(f"{_DYNAMIC}minimum", _AT_LEAST_0, 0),
-    "fp16.hysteresis": _as(f"{_DYNAMIC}hysteresis", integer(1)),
-    "data_types.param_dtype": _as("precision.param_dtype", DTYPE),
+    "fp16.hysteresis": _as(f"{_DYNAMIC}hysteresis", checked.integer(1)),
+    "data_types.param_dtype": _as("precision.param_dtype", checked.DTYPE),
     "activation_checkpointing.partition_activations": _flag(_RECOMPUTE),
     "activation_checkpointing.contiguous_memory_optimization": _flag(_RECOMPUTE),
-    "activation_checkpointing.number_checkpoints": KeyRule(integer(1), lambda _: _RECOMPUTE),
+    "activation_checkpointing.number_checkpoints": KeyRule(checked.integer(1), lambda _: _RECOMPUTE),
     "activation_checkpointing.cpu_checkpointing": _flag(_RECOMPUTE | {"offload.activations": "cpu"}),
     "compile.deepcompile": _flag({"compile": True}),
     "compile.enabled": _flag({"compile": True}),
-    "tensor_parallel.autotp_size": _as("mesh.tp", integer(0), 0, 1),
+    "tensor_parallel.autotp_size": _as("mesh.tp", checked.integer(0), 0, 1),
     # Gradients are averaged, and so are those of micro-batches; ranks do not divide a sequence.
-    "gradient_allreduce_op": KeyRule(choice("mean"), lambda _: {}),
+    "gradient_allreduce_op": KeyRule(checked.choice("mean"), lambda _: {}),
     "managed_gradient_accumulation": KeyRule(ValueRule("true", lambda on: on or REFUSED), lambda _: {}),
-    "sequence_parallel_size": KeyRule(integer(1, 1), lambda _: {}),
+    "sequence_parallel_size": KeyRule(checked.integer(1, 1), lambda _: {}),
 }
 
 # --------------------------------------------------------------------------------------------- ignored

@@ -136,9 +136,14 @@ def is_stored(tensor: Tensor) -> bool:
     return not is_random and bool(sources) and all(map(is_stored, weights))
 
 
-def is_changed(parameter: Tensor) -> bool:
-    """True if a deferred parameter was changed when nothing was recorded, so that the change is lost."""
-    version = getattr(parameter, "recorded_version", None)
+def is_changed(parameter: Tensor, version: int | None = None) -> bool:
+    """True if a deferred parameter was changed when nothing was recorded, so that the change is lost.
+
+    Args:
+        parameter: the parameter.
+        version: of a parameter that no recording has noted; None: unknown.
+    """
+    version = getattr(parameter, "recorded_version", version)
     return not has_memory(parameter) and version is not None and version != parameter._version
 
 
@@ -233,11 +238,9 @@ def allocate(num_bytes: int) -> Tensor:
 
     malloc would keep it: small objects settle in the hole, and the next large tensor does not fit in.
     """
-    return (
-        torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
-        if num_bytes
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:
