@@ -108,8 +108,9 @@ class UnitOrder:
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
-        is_known = unit.position >= 0 or unit is self._by_name[""]
-        later, scope = self.units[unit.position + 1 :] if is_known else [], self.scope
+        if unit.position < 0 and unit is not self._by_name[""]:
+            return []
+        later, scope = islice(self.units, unit.position + 1, None), self.scope
         return list(islice((u for u in later if not u.is_resident and (scope is None or u in scope)), num))
 
     def _reduce(self, first: list[Unit]) -> None:
