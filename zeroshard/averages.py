@@ -123,7 +123,8 @@ class Averages:
         weight = 1 - self._decay if self.num_updates else 1.0
         self._pieces.expect([part for ranges in self._ranges.values() for part in ranges])
         for buffer in self._values:
-            self._runtime.state.follow_step(buffer.unit_name, functools.partial(self._update, buffer, weight))
+            take_in = functools.partial(self._update, buffer, weight)
+            self._runtime.state.steps.follow(buffer.unit_name, take_in)
         for name, value in self._runtime.module.named_buffers():
             self.buffers[name] = value.detach().clone()
         self.num_updates += 1

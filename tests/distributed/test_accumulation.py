@@ -17,6 +17,7 @@ import zeroshard
 from tests.distributed.models import Layered
 from tests.distributed.training import (
     ALL_STAGES,
+    STAGES,
     caught,
     differences,
     distances,
@@ -69,7 +70,7 @@ def test_accumulated_gradients_are_those_of_ddp():
 def test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step():
     model, found = small_gpt(), {}
     want = in_one_backward(model, range(4), 1.0)
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         for name, deferred in {"all": {0, 1, 2, 3}, "last": {2, 3}, "middle": {1, 2}}.items():
             engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage)
             seen = {}
@@ -85,7 +86,7 @@ def test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step():
 @on_ranks(2)
 def test_zero_grad_forgets_local_sums_and_starts_the_count_again():
     """As in a run that never had what was forgotten."""
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         runs = []
         for wasted in (0, 1, 2):
             engine, _ = start(small_gpt(), stage=stage, gradient_accumulation_steps=K)

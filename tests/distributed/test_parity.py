@@ -9,11 +9,10 @@ import copy
 import os
 import re
 import shutil
-from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -358,11 +357,6 @@ def eager_llama():
     return model
 
 
-class Pair(NamedTuple):
-    out: Tensor
-    bias: Tensor
-
-
 @dataclass
 class Data:
     out: Tensor
@@ -380,12 +374,6 @@ def by_name(found):
 
 
 RETURNED = {
-    "default dict": (
-        lambda out, bias: defaultdict(list, out=out, more=None, bias=bias),
-        lambda found: (found["out"], found["bias"]),
-    ),
-    "deque": (lambda out, bias: deque([out, bias], maxlen=2), tuple),
-    "named tuple": (Pair, by_name),
     "frozen dataclass": (
         lambda out, bias: Frozen(out, {"bias": [bias, None]}),
         lambda found: (found.out, found.inner["bias"][0]),

@@ -35,8 +35,8 @@ ORDERS = (
         name="units_are_not_gathered_ahead",
         says="A forward gathers a unit when it begins, and not during the unit before it.",
         file="zeroshard/sharding/reducer.py",
-        find="self.units[unit.position + 1 :] if is_known else []",
-        replace="self.units[unit.position + 2 :] if is_known else []",
+        find="islice(self.units, unit.position + 1, None)",
+        replace="islice(self.units, unit.position + 2, None)",
         tests=("test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept",),
     ),
     Break(

@@ -82,7 +82,7 @@ def equal_bits(folder):
     found, tiers = [], tiers_of(folder)
     if not os.environ.get("ALL_STAGES"):
         del tiers["nvme"]  # "all nvme" has its states in files too
-    quick = {"fp32": ("AdamW", "bitsandbytes", "groups"), "bf16": ("fused",), "bf16 main": ("8-bit",)}
+    quick = {"fp32": ("AdamW", "groups"), "bf16": ("bitsandbytes",), "bf16 main": ("8-bit",)}
     for precision, options in PRECISIONS.items():
         for name in MAKERS if os.environ.get("ALL_STAGES") else quick[precision]:
             make = MAKERS[name]
@@ -217,6 +217,7 @@ def readers_differ(folder):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks, readers_differ, tmp_path):
@@ -358,6 +359,7 @@ def old_graphs(folder):
     return messages
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_torch_refuses_a_backward_through_a_graph_of_before_an_early_step(ranks, tmp_path, num_ranks):
     for messages in ranks(num_ranks, old_graphs, tmp_path):
@@ -378,6 +380,7 @@ def halve(optimizer, *_):
             p.grad.mul_(0.5)
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks, batches_differ, tmp_path, timeout=120):
@@ -439,6 +442,7 @@ def refused(folder):
     return messages, runs.differences(found, run({}, MAKERS["AdamW"], num_steps=2)[0])
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_would_be_wrong_silently_is_refused(ranks, tmp_path, num_ranks):
     words = {

@@ -22,7 +22,7 @@ BEFORE, AFTER = range(3), range(3, 6)
 def convert(folder):
     """States of 32 bits become ones of 8 bits and back: from files on the device, and from there in files."""
     found, tiers = [], ({"stage": 1}, {"stage": 3, **offload(folder, **FILES)})
-    for first, second in (("AdamW", "8-bit"), ("8-bit", "AdamW"), ("AdamW", "AdamW")):
+    for first, second in (("AdamW", "8-bit"), ("8-bit", "AdamW")):
         ends = []
         for before, after in (tiers, tiers[::-1]):
             engine = runs.start(before, lambda model, first=first: plain(first, model))

@@ -77,6 +77,33 @@ IN_BATCH = (Moment.BATCH, Moment.BROKEN_LIST)
 """The moments of calls that need a pipeline without micro-batches under way."""
 
 
+class Steps:
+    """The steps of an optimizer that wait for a forward; here none waits."""
+
+    def follow(self, unit_name: str, call: Callable[[], None]) -> None:
+        """Call something after the step of a unit."""
+        call()
+
+    def finish_steps(self) -> None:
+        """Take the steps that are left. The host waits for none."""
+
+    def scale_later(self, gradients: Any, factor: Tensor) -> bool:
+        """Let gradients be scaled where they are stepped, or before a look; False where no step may wait.
+
+        Args:
+            gradients: pairs of a parameter and its gradient, on the host.
+            factor: 0-dim, on the device.
+        """
+        return False
+
+    def wait_later(self, wait: Callable[[], None]) -> bool:
+        """Let the host wait for values before somebody looks; False if a look may be unseen, too."""
+        return False
+
+    def settle(self) -> None:
+        """Take the steps that are left, and scale the gradients that were to be scaled later."""
+
+
 class ModuleState:
     """The state that a runtime shares with its parameters."""
 
@@ -104,36 +131,9 @@ class ModuleState:
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
 
     def __init__(self) -> None:
+        self.steps = Steps()
         self.moments: set[Moment] = set()
         """The moments that last."""
-
-    @staticmethod
-    def follow_step(unit_name: str, call: Callable[[], None]) -> None:
-        """Call something after the step of a unit; replaced where steps may wait for a forward."""
-        call()
-
-    @staticmethod
-    def finish_steps() -> None:
-        """Take the steps that wait for a forward; replaced where steps may wait. The host waits for none."""
-
-    @staticmethod
-    def scale_later(gradients: Any, factor: Tensor) -> bool:
-        """Let gradients be scaled where they are stepped, or before a look; False where no step may wait.
-
-        Args:
-            gradients: pairs of a parameter and its gradient, on the host.
-            factor: 0-dim, on the device.
-        """
-        return False
-
-    @staticmethod
-    def wait_later(wait: Callable[[], None]) -> bool:
-        """Let the host wait for values before somebody looks; False if a look may be unseen, too."""
-        return False
-
-    @staticmethod
-    def settle() -> None:
-        """Take the steps that wait, and scale the gradients that were to be scaled later."""
 
     def look(self) -> None:
         """Prepare for somebody who looks at parameters, gradients or optimizer states."""

@@ -229,7 +229,8 @@ def _find_blocks(
             continue
         kind, inside = type(child).__name__, sorted(_chosen_among(child))
         if named:  # other modules are in the unit around them anyway
-            inside = [part for part in inside if _has_one_of(child.get_submodule(part), named)]
+            kinds = {part: {type(m).__name__ for m in child.get_submodule(part).modules()} for part in inside}
+            inside = [part for part in inside if not kinds[part].isdisjoint(named)]
         if kind in named:
             yield child, f"a {kind}, named in the model's _no_split_modules"
         elif counts[type(child)] > 1:
@@ -239,10 +240,6 @@ def _find_blocks(
             yield child, f"a {kind}, which may run some modules of {', '.join(map(repr, inside))} alone"
         else:
             yield from _find_blocks(child, named, f"{prefix}{name}.")
-
-
-def _has_one_of(module: nn.Module, kinds: Collection[str]) -> bool:
-    return any(type(part).__name__ in kinds for part in module.modules())
 
 
 def _chosen_among(module: nn.Module) -> set[str]:

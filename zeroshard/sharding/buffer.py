@@ -75,10 +75,17 @@ class MainStore(Store):
         """The version of the values that the next gather starts from."""
         return (self._used or self).version
 
-    def changed(self) -> None:
-        """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited."""
+    def changed(self, *, has_copied: bool = False) -> None:
+        """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited.
+
+        Args:
+            has_copied: True if `copy` gets the same values along with them.
+        """
+        is_current = has_copied and self._copied == self.version
         super().changed()
         self.filled = None
+        if is_current:
+            self._copied = self.version
 
     def use(self, values: Values | None = None) -> None:
         """Let gathers start from other values than the main parameters; None: from these again."""
@@ -101,26 +108,19 @@ class MainStore(Store):
             self.copy.store(values, start)
             if values.numel() == self.values.numel():
                 self._copied = self.version
-        self._change(has_copied=not is_in_use)
+        self.changed(has_copied=not is_in_use)
         self._stepped = mark_here(self._context.device)
 
     def count_step(self) -> None:
         """Note that a step was taken, or will be before the next gather; by parts, `stepped` gets values."""
-        self._change(has_copied=self._context.setting.steps_by_parts)
-
-    def _change(self, *, has_copied: bool) -> None:
-        """Note that main parameters were written, and whether `copy` gets the same values along with them."""
-        is_current = has_copied and self._copied == self.version
-        self.changed()
-        if is_current:
-            self._copied = self.version
+        self.changed(has_copied=self._context.setting.steps_by_parts)
 
     # -- gathers --------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """Check the values that the next gather starts from, as a store does, and have them read ahead."""
-        copy = self.copy if self._copied == self.version else None
-        self._memory.fetch((copy or self).values)
+        is_current = self.copy is not None and self._copied == self.version
+        self._memory.fetch(self.values if self.copy is None or not is_current else self.copy.values)
 
     def await_stepped(self) -> None:
         """Let the current stream wait for the copy of stepped values, which another stream may do."""
@@ -301,22 +301,6 @@ class FlatBuffer:
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
         return not self.is_alias_of_all and self.store.filled != self.store.gathered
-
-    @property
-    def gathered_main(self) -> Tensor | None:
-        """[shard]: main parameters as they are gathered, bit by bit; None if gathered values are others.
-
-        The caller knows that there are gathered values.
-        """
-        plan, store = self.plan, self.store
-        is_same = plan.compute_dtype == plan.main_dtype and store.filled == store.version
-        return self.full.detach()[self.main_span.slice] if is_same else None
-
-    @property
-    def shows_main(self) -> bool:
-        """True if unsharded parameters lie in the memory of the main ones."""
-        places = (tensor.untyped_storage().data_ptr() for tensor in (self.full, self.main))
-        return self.plan.is_alias and len(set(places)) == 1
 
     def has_moved(self) -> bool:
         """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""

@@ -364,7 +364,7 @@ class Gradients:
         """
         if not self.store.is_near:
             self.store.follow()
-            if not self._context.state.wait_later(self.store.wait):
+            if not self._context.state.steps.wait_later(self.store.wait):
                 self.store.wait()
         squares, dtype, adds = self._squares, self.buffer.plan.main_dtype, False
         self.noted = self._squares = None

@@ -158,7 +158,7 @@ class Passes:
             return
         is_second = is_in_backward()
         self.calls.end(unit)
-        is_over = not unit.is_in_forward  # else the unit has called itself
+        is_over = unit.call.ended != NEVER or unit.call.began == NEVER  # else the unit has called itself
         if is_over and not (is_second and self._state.phase is _BACKWARD):
             unit.slots.uninstall()
         if not is_second:
@@ -248,12 +248,13 @@ class Passes:
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
         call = unit.call
-        setattr(output, _WATCHED, True)
-        output.register_hook(lambda gradient: self._before_again(call))
 
-    def _before_again(self, call: ForwardCall) -> None:
-        if call.entered_in is not self._backward or self._backward() is None:
-            self._before_backward(call)
+        def arrived(_: Tensor) -> None:
+            if call.entered_in is not self._backward or self._backward() is None:
+                self._before_backward(call)
+
+        setattr(output, _WATCHED, True)
+        output.register_hook(arrived)
 
     def _before_backward(self, call: ForwardCall) -> None:
         unit = call.unit
@@ -281,7 +282,7 @@ class Passes:
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
-        self._state.settle()
+        self._state.steps.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
             self._state.refuse("a backward", Moment.AVERAGED)

@@ -108,8 +108,9 @@ class UnitOrder:
 
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
-        is_known = unit.position >= 0 or unit is self._by_name[""]
-        later, scope = self.units[unit.position + 1 :] if is_known else [], self.scope
+        if unit.position < 0 and unit is not self._by_name[""]:
+            return []
+        later, scope = islice(self.units, unit.position + 1, None), self.scope
         return list(islice((u for u in later if not u.is_resident and (scope is None or u in scope)), num))
 
     def _reduce(self, first: list[Unit]) -> None:
@@ -308,13 +309,20 @@ class Reducer:
             gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
-    def start(self, unit: Unit) -> None:
-        """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable."""
-        if self._role.keeps(unit):
-            return
-        self._ready.add(unit.name)
-        while self._to_start and self._to_start[0].name in self._ready:
-            self._start(self._to_start.popleft())
+    def start(self, unit: Unit | None = None) -> None:
+        """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.
+
+        Args:
+            unit: the unit; None: all that this backward has not started, the root last.
+        """
+        if unit is not None:
+            if self._role.keeps(unit):
+                return
+            self._ready.add(unit.name)
+        while self._to_start and (unit is None or self._to_start[0].name in self._ready):
+            self._progress(but=1)
+            self._step_ended(but=1)
+            self._start_now(self._to_start.popleft())
 
     def start_complete(self, unit: Unit) -> bool:
         """Start the reduction of a unit that has all of its gradients.
@@ -337,11 +345,6 @@ class Reducer:
         if self._num_summands > 1:
             self._open_ahead(units)
             self._start_others_ahead()
-
-    def _start(self, unit: Unit) -> None:
-        self._progress(but=1)
-        self._step_ended(but=1)
-        self._start_now(unit)
 
     def _start_now(self, unit: Unit) -> None:
         if unit.start_reduce():
@@ -377,11 +380,6 @@ class Reducer:
         for unit in ended:
             if unit.gradients and all(all(one.used) for one in unit.gradients):
                 self.step_unit(unit)
-
-    def _start_others(self) -> None:
-        """Start the reductions that this backward has not started, the root's last."""
-        while self._to_start:
-            self._start(self._to_start.popleft())
 
     def _start_others_ahead(self) -> None:
         """Start the reductions ahead that are left, and wait for none."""
@@ -447,7 +445,7 @@ class Reducer:
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
         is reduced here as well, and the agreement shows the exception to the other ranks.
         """
-        self._start_others()
+        self.start()
         if not self._role.defers:
             self._agree(has_failed=True)
         if self._role is not _BYSTANDER:
@@ -475,7 +473,7 @@ class Reducer:
             RuntimeError: the backward of another rank has ended in an exception; or the ranks have issued
                 different collectives, which a communicator may have mixed up.
         """
-        self._start_others()
+        self.start()
         used, again = self._agree(has_failed=False)
         if used is None:
             self._drop()

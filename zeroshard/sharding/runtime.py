@@ -177,7 +177,7 @@ class Runtime:
         Raises:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
-        self.state.finish_steps()
+        self.state.steps.finish_steps()
         self.passes.drop_graphs()
         if self.state.reads_main:  # by parts, copies follow copies
             self._await_gathers(() if self.context.setting.steps_by_parts else self.buffers)
@@ -193,12 +193,10 @@ class Runtime:
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         self.state.num_changes += 1
-        for buffer in self.buffers:
-            if buffer.trainable:
-                buffer.store.count_step()
-        # In its lists an asynchronous pipeline chooses the values of a backward.
-        if Moment.BATCH not in self.state.moments:
-            for buffer in self.buffers:
+        is_in_list = Moment.BATCH in self.state.moments
+        for buffer in (buffer for buffer in self.buffers if buffer.trainable):
+            buffer.store.count_step()
+            if not is_in_list:  # there an asynchronous pipeline chooses the values of a backward
                 buffer.count_step(stepped)
         if is_last:
             self.state.moments.discard(Moment.BETWEEN_STEPS)

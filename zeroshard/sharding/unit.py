@@ -254,11 +254,6 @@ class Unit:
         """Modules inside, whose values may leave the unit with its outputs; none in a compiled module."""
 
     @property
-    def is_in_forward(self) -> bool:
-        """True if a forward of it is under way."""
-        return self.call.began != NEVER and self.call.ended == NEVER
-
-    @property
     def entered(self) -> int:
         """The tick from which a backward needs the unit: the end of its last call, or of a checkpoint.
 
@@ -311,11 +306,13 @@ class Unit:
         Args:
             follow: lets compute wait for a copy of them on another stream, which begins after compute.
         """
-        if self.is_resident or self.state is UnitState.SHARDED or buffer.gathered_main is None:
+        plan, store = buffer.plan, buffer.store
+        is_same = plan.compute_dtype == plan.main_dtype and store.filled == store.version
+        if self.is_resident or self.state is UnitState.SHARDED or not is_same:
             return None
         self.wait()
         self._readers.append(follow)
-        return buffer.gathered_main
+        return buffer.full.detach()[buffer.main_span.slice]
 
     def reshard(self, for_backward: bool = False) -> None:
         """Free the full parameters, unless the unit is resident.
@@ -416,8 +413,10 @@ def _refuse_edits(buffers: Iterable[FlatBuffer], moved: Container[FlatBuffer]) -
     lost = []
     for buffer in buffers:
         before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
+        tensors = (buffer.full, buffer.main) if buffer.plan.is_alias else ()  # others may be freed
+        shows_main = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
         for index, parameter in enumerate(buffer.unsharded):
-            is_lost = before[index] != buffer.versions[index] and not buffer.shows_main
+            is_lost = before[index] != buffer.versions[index] and not shows_main
             if buffer in moved:
                 values, view = parameter.detach(), buffer.views(buffer.full)[index]
                 set_data(parameter, view)

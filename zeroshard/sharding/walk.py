@@ -209,7 +209,8 @@ def plan_turns(units: Iterable[Unit]) -> list[Turn]:
     for unit in units:
         if (visit := unit.visit) is not None:
             if not unit.is_resident:
-                turns.append(((unit.entered, visit.ended), Turn(unit.entered, unit, "enter")))
+                entered = unit.entered
+                turns.append(((entered, visit.ended), Turn(entered, unit, "enter")))
             turns += [((turn.tick, turn.act == "leave"), turn) for turn in last_turns(unit, visit.began)]
     turns.sort(key=lambda item: item[0], reverse=True)
     return [turn for _, turn in turns]

@@ -34,7 +34,7 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
         gradients.noted = None  # of the values before
     near, *others = moves.by_device([factor, *(gradient for _, gradient in found)])
     far = [found[index - 1] for group in others for index in group]
-    waits = bool(far) and runtime.state.scale_later(far, factor)
+    waits = bool(far) and runtime.state.steps.scale_later(far, factor)
     if far and not waits:
         runtime.state.look()
     scale_([found[i - 1][1] for i in near[1:]] if waits else [gradient for _, gradient in found], factor)
@@ -73,7 +73,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         0-dim, float32.
     """
     axes, device = runtime.context.axes, runtime.context.device
-    runtime.state.settle()
+    runtime.state.steps.settle()
     own = own_gradients(runtime, order)
     if math.isinf(order):
         found = [moves.to_device(g.abs().max().double(), device) for g in own if g.numel()]

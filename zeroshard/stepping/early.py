@@ -9,7 +9,6 @@ of it, or if its gradient may come in several parts. The host waits for stepped 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -53,7 +52,7 @@ class EarlySteps(AbstractContextManager[None]):
                 f"offload.step_in_backward: expected an optimizer of torch, zeroshard or bitsandbytes that "
                 f"steps each element by itself, or one rank, got {type(optimizer).__name__}"
             )
-        self._reducer, self._optimizer, self._state = runtime.reducer, weakref.ref(optimizer), runtime.state
+        self._reducer, self._optimizer, self._state = runtime.reducer, optimizer, runtime.state
         (self._parts,) = parts
         self._step_of_engine: Any = optimizer.step
         """The step that judges, steps and counts."""
@@ -70,9 +69,8 @@ class EarlySteps(AbstractContextManager[None]):
         """
         if self._steps_all:
             return self
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the engine holds it"
-        own, step = self._step_of_engine, optimizer.step  # an LR scheduler wraps the function of the method
+        optimizer, own = self._optimizer, self._step_of_engine
+        step: Any = optimizer.step  # an LR scheduler wraps the function of the method
         is_own = step is own or getattr(step, "__wrapped__", None) is own.__func__
         is_asked = any(has_hooks_of_others(optimizer, when) for when in ("pre", "post"))
         may = self._can_step and is_own and not is_asked and self._reducer.num_late == 0
@@ -81,15 +79,13 @@ class EarlySteps(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._state.refuse("a backward", Moment.FAILED)
         self._reducer.check_begin()
-        self._state.finish_steps()
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the engine holds it"
-        if has_hooks_of_others(optimizer):
+        self._state.steps.finish_steps()
+        if has_hooks_of_others(self._optimizer):
             warn_user(
                 "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
                 "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
             )
-        self._options = _options(optimizer)
+        self._options = _options(self._optimizer)
         self._parts.begin_units()
         self._reducer.step_unit = self._step
 
@@ -109,10 +105,9 @@ class EarlySteps(AbstractContextManager[None]):
             RuntimeError: their backward has failed, or options of the optimizer were changed after it.
         """
         self._state.refuse("a step", Moment.FAILED)
-        optimizer = self._optimizer()
-        if Moment.STEPPED not in self._state.moments or optimizer is None:
+        if Moment.STEPPED not in self._state.moments:
             return
-        now = _options(optimizer)
+        now = _options(self._optimizer)
         for owner, before in self._options.items():
             for name, value in before.items():
                 if now[owner].get(name) != value:
@@ -124,12 +119,10 @@ class EarlySteps(AbstractContextManager[None]):
 
     def _step(self, unit: Unit) -> None:
         """Step a unit whose gradients are reduced."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the engine holds it"
         self._state.begin_step()
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         with torch.no_grad(), past_guards():
-            self._parts.step_units(optimizer, parameters, unit.gradients)
+            self._parts.step_units(self._optimizer, parameters, unit.gradients)
         if self._parts.late is not None:
             self._parts.late.wait_later(self._parts.wait)  # a hook of this backward may look
         for buffer in (gradients.buffer for gradients in unit.gradients):

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
-from zeroshard.parameters.state import ModuleState, Moment
+from zeroshard.parameters.state import ModuleState, Moment, Steps
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import scale_
@@ -37,7 +37,7 @@ Step = Callable[[], None]
 Gradients = list[tuple[ShardedParameter, Tensor | None]]
 
 
-class LateSteps:
+class LateSteps(Steps):
     """The steps of one optimizer that wait for a forward.
 
     Args:
@@ -59,12 +59,7 @@ class LateSteps:
         """Let the host wait for values of the last step, and for gradients; none: all are at rest."""
         self._num_modes = 0
         """The modes of torch's dispatch around the last step."""
-        self._state.gives_memory = self._step_at_once
-        self._state.follow_step = self._follow  # type: ignore[method-assign]
-        self._state.finish_steps = self._finish_steps  # type: ignore[method-assign]
-        self._state.scale_later = self._scale_later  # type: ignore[method-assign]
-        self._state.settle = self._settle  # type: ignore[method-assign]
-        self._state.wait_later = self.wait_later  # type: ignore[method-assign]
+        self._state.gives_memory, self._state.steps = self._step_at_once, self
         self.watch(optimizer)
         optimizer.register_state_dict_pre_hook(lambda _: self._step_at_once())  # its tensors may be kept
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
@@ -106,7 +101,7 @@ class LateSteps:
         self._end, self._waits[wait], state.before_look = end, None, self.finish
         self._num_modes = torch._C._len_torch_dispatch_stack()
         if not self._left:
-            self._finish_steps()
+            self.finish_steps()
         return True
 
     def positions(self) -> dict[str, int]:
@@ -115,12 +110,10 @@ class LateSteps:
         return {} if runtime is None else {unit.name: unit.position for unit in runtime.units}
 
     def wait_later(self, wait: Step) -> bool:
-        """Let the host wait for values when somebody looks; False if a look may be unseen, too."""
-        state = self._state
-        if Moment.BATCH in state.moments:
+        if Moment.BATCH in self._state.moments:
             return False
-        self._waits[wait], state.before_look = None, self.finish
-        return state.gives_memory is not None and not state.has_shown_gradients
+        self._waits[wait], self._state.before_look = None, self.finish
+        return self._may_wait()
 
     def _may_wait(self) -> bool:
         """True if nobody looks unseen, and no backwards are under way."""
@@ -128,14 +121,14 @@ class LateSteps:
         is_unseen = state.gives_memory is not None and not state.has_shown_gradients
         return is_unseen and Moment.BATCH not in state.moments
 
-    def _scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
+    def scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
         if not self._may_wait():
             return False
         self._unscaled, self._factor, self._state.before_look = gradients, factor, self.finish
         return True
 
-    def _settle(self) -> None:
-        self._finish_steps()  # with gradients that are not scaled
+    def settle(self) -> None:
+        self.finish_steps()  # with gradients that are not scaled
         if (factor := self._factor) is not None:
             present = [g for p, g in self._unscaled if g is not None and gradient_of(p) is g]
             self._unscaled, self._factor = [], None
@@ -145,7 +138,7 @@ class LateSteps:
 
     def finish(self) -> None:
         """Take the steps that are left, end the step, and wait for its values."""
-        self._settle()
+        self.settle()
         self._wait()
 
     def _wait(self) -> None:
@@ -153,7 +146,7 @@ class LateSteps:
         for wait in waits:
             wait()
 
-    def _finish_steps(self) -> None:
+    def finish_steps(self) -> None:
         while self._left:
             self._step(next(iter(self._left)))
         end, self._end = self._end, None
@@ -197,7 +190,7 @@ class LateSteps:
         finally:
             state.before_look, state.has_shown_gradients = before, shown
 
-    def _follow(self, unit_name: str, call: Step) -> None:
+    def follow(self, unit_name: str, call: Step) -> None:
         steps = next((steps for unit, steps in self._left.items() if unit.name == unit_name), None)
         if steps is None:
             call()

@@ -285,12 +285,8 @@ class WholesOverRanks:
         # Without an agreement ranks with other tensors or owners would take pieces of one tensor for pieces
         # of another, or expect other sizes than are sent, for which Gloo ends the process.
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
-        agreed = self._axis.any([False], "agreement on whole tensors", compares=True)
-        if plan.inward.label:
-            agreed()
+        self._axis.any([False], "agreement on whole tensors", compares=True)()
         updates = self._compute(plan, tensors, compute)
-        if not plan.inward.label:  # the agreement ran during the computation
-            agreed()
         pieces: list[list[tuple[slice, Tensor]]] = [[] for _ in parameters]
         for move, values in self._exchange(
             plan, plan.outward, tensors, lambda m: updates[m.item][m.span.slice]

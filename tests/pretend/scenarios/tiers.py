@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
-from tests.pretend.scenarios.plain import BF16, READS_NORM
+from tests.pretend.scenarios.plain import BF16
 from tests.stores.late import stepped_late
 from zeroshard.comm import moves
 from zeroshard.comm.streams import Mark
@@ -238,45 +238,6 @@ def _interrupted(bench: Bench) -> list[Tensor]:
     return losses
 
 
-def _with_swapped_states(bench: Bench) -> list[Tensor]:
-    """Code of the user lets states be others, and lets two of them change places."""
-    losses = plainly(bench)
-    for state in bench.engine.optimizer.state.values():
-        if state:
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 0.5
-            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].sqrt(), state["exp_avg"].square()
-    losses += plainly(bench)
-    for state in bench.engine.optimizer.state.values():
-        if state:
-            state["exp_avg"].abs_()
-            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-    return losses + plainly(bench)
-
-
-def _overflowing(bench: Bench) -> list[Tensor]:
-    """One of the steps is left out."""
-    losses = plainly(bench, 1)
-    loss = bench.loss(1)
-    bench.engine.backward(loss * (float("inf") if bench.rank else 1.0))
-    bench.engine.step()
-    return losses + plainly(bench, 1)
-
-
-def _forgotten(bench: Bench) -> list[Tensor]:
-    """All gradients are forgotten between two micro-batches, while they are copied to the host."""
-    losses = []
-    for number in range(4):
-        losses.append(bench.loss(number))
-        bench.engine.backward(losses[-1])
-        if number == 0:
-            bench.engine.zero_grad()
-            bench.engine.set_gradient_accumulation_steps(1)  # gradients in another dtype take other memory
-            continue
-        bench.engine.step()
-        bench.engine.set_gradient_accumulation_steps(2) if number == 1 else None
-    return [loss.detach() for loss in losses]
-
-
 def _in_a_plain_loop(bench: Bench) -> list[Tensor]:
     """Steps of the optimizer, with gradients that are the engine's own copies on one rank."""
     losses = []
@@ -408,7 +369,6 @@ SYNCS = {
     _interrupted: ("zeroshard/checkpoint/",),
     _shown: ("full/parameters.py", "sharding/buffer.py(write)"),
     _looked_at: ("full/parameters.py", "sharding/buffer.py(write)"),
-    _with_swapped_states: ("pretend/scenarios/tiers.py",),
     _with_stale_copies: ("pretend/scenarios/tiers.py",),
 }
 """Where the host may wait for the device in a training."""
@@ -419,8 +379,6 @@ _add("host_stage3_bf16", HOST)
 _add("host_stage3_bf16_main", HOST, precision=NARROW)
 _add("host_clip_accumulate", _WHOLE, precision=NARROW, gradient_accumulation_steps=2, clip_grad_norm=0.01)
 _add("fraction_clip", _FRACTION, clip_grad_norm=0.01)
-_add("fraction_skips", _FRACTION, _overflowing, precision={}, nonfinite="skip", may_sync=READS_NORM)
-_add("fraction_lamb", _FRACTION, optimizer=_lamb, precision={}, may_sync=("optim/layerwise.py",))
 _add("parameters_on_host", _WHOLE, precision={})
 _add("files_stage1", FILES, stage=1)
 _add("files_stage3", FILES, precision={})
@@ -430,8 +388,6 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
     _add(f"{_name}_shown", _offload, _shown)
     _add(f"{_name}_saved", _offload, _saved)
 _add("host_edited_stage1", HOST, _edited, stage=1)
-_add("host_gradients_forgotten", _WHOLE, _forgotten, precision=NARROW, gradient_accumulation_steps=2)
-_add("host_saved_fused", HOST, _saved, optimizer=_fused, precision={})
 _add("host_saved_stepped_in_backward", HOST | _EARLY, _saved, optimizer=_fused)
 for _ranks in (1, 2):
     _add(f"host_plain_loop_{_ranks}", HOST, _in_a_plain_loop, num_ranks=_ranks, precision={})
@@ -452,13 +408,6 @@ _add(
 _add("host_clipped", HOST, _clipped)
 _add("parameters_on_host_clipped", _WHOLE, _clipped)
 _add("host_lamb_alone", HOST, optimizer=_lamb, num_ranks=1, may_sync=("optim/layerwise.py",))
-_add(
-    "host_lamb_alone_in_backward",
-    HOST | _EARLY,
-    optimizer=_lamb,
-    num_ranks=1,
-    may_sync=("optim/layerwise.py",),
-)
 
 # -- steps in the backward -----------------------------------------------------------------------------------
 
@@ -478,10 +427,7 @@ _add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step)
 _add("parameters_on_host_in_pieces", _WHOLE, near_bytes=2048)
 _add("parameters_on_host_in_pieces_edited", _WHOLE, _with_stale_copies, near_bytes=2048)
 _add("parameters_on_host_in_pieces_stepped_in_backward", _WHOLE | _EARLY, near_bytes=2048)
-_add("host_in_parts", HOST, _saved, near_bytes=1 << 15)
 _add("host_in_pieces", HOST, _saved, near_bytes=2048, clip_grad_norm=0.01)
-_add("host_in_pieces_swapped_states", HOST, _with_swapped_states, near_bytes=2048)
-_add("files_in_pieces", FILES, near_bytes=2048)
 _add("files_in_pieces_stepped_in_backward", FILES | {"parameters": "cpu"} | _EARLY, near_bytes=2048)
 _add("host_in_pieces_stepped_in_backward", HOST | _EARLY, optimizer=_fused, near_bytes=2048)
 _add("host_in_pieces_interrupted", HOST, _interrupted, near_bytes=2048)
