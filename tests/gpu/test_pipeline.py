@@ -66,7 +66,7 @@ def compare(found, tolerance):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("num_ranks", "mesh"), ON)
 def test_a_tied_model_trains_as_in_one_process(ranks, num_ranks, mesh, schedule, stage):
-    run = "tied gpt", mesh, schedule, stage, {}
+    run = "tied llama", mesh, schedule, stage, {}
     compare(ranks(num_ranks, trained, *run, process_group=False, timeout=300), 1e-4)
 
 

@@ -46,13 +46,6 @@ MODELS = {
     "Phi 3, gathered": ("Phi3ForCausalLM", GROUPED | {"pad_token_id": 0}),
     "OLMo 2, gathered": ("Olmo2ForCausalLM", GROUPED),
     "GLM, gathered": ("GlmForCausalLM", GROUPED | {"head_dim": 8, "pad_token_id": 0}),
-    # Those for which transformers has no plan are divided by ours.
-    "GPT-2": ("GPT2LMHeadModel", GPT2),
-    "GPT-2, untied": (
-        "GPT2LMHeadModel",
-        GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "scale_attn_by_inverse_layer_idx": True},
-    ),
-    "GPT-2, cross": ("GPT2LMHeadModel", GPT2 | {"add_cross_attention": True}),  # which is left whole
     # Those with experts.
     "Mixtral": ("MixtralForCausalLM", MIXTRAL),
     "Mixtral, in a batch": ("MixtralForCausalLM", MIXTRAL | {"experts_implementation": "batched_mm"}),
@@ -65,7 +58,8 @@ MODELS = {
         "Llama4ForCausalLM",
         EXPERTS | {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8},
     ),
-    # This one has no plan, and a loss of its own.
+    # These have no plan; the second one has a loss of its own.
+    "GPT-2": ("GPT2LMHeadModel", GPT2),
     "T5": ("T5ForConditionalGeneration", T5),
 }
 
@@ -77,25 +71,20 @@ def build(name, seed=0, **others):
     return cls(cls.config_class(**options | {"use_cache": False} | others)).double()
 
 
-def batch(name, number):
+def batch(number):
     """Inputs of a model by name."""
     tokens = tokens_of(number)
-    crossed = {
-        "encoder_hidden_states": torch.randn(
-            BATCH, 5, 32, generator=torch.Generator().manual_seed(number)
-        ).double()
-    }
-    return {"input_ids": tokens, "labels": tokens} | (crossed if "cross" in name else {})
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def tokens_of(number):
     return torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
 
 
-def loss_of(name, model, number, own=slice(None)):
-    return model(**{key: value[own].contiguous() for key, value in batch(name, number).items()}).loss
+def loss_of(model, number, own=slice(None)):
+    return model(**{key: value[own].contiguous() for key, value in batch(number).items()}).loss
 
 
 def kind_of(name):
     """For `runs.plain` and `runs.divided`."""
-    return Kind(functools.partial(build, name), functools.partial(loss_of, name), None, BATCH)
+    return Kind(functools.partial(build, name), loss_of, None, BATCH)

@@ -62,21 +62,12 @@ def test_adapters_of_divided_layers_train_as_in_one_process(ranks, num_ranks, st
         assert torch.equal(found[0].state[f"base_model.model.{path}.base_layer.{last}"], value)
 
 
-OF_TRANSFORMERS = {
-    "Llama": ["q_proj", "v_proj", "o_proj"],
-    "GPT-2": ["c_attn", "c_proj", "c_fc"],
-}
+def of_transformers(seed=0):
+    return with_lora(models.build("Llama", seed), ["q_proj", "v_proj", "o_proj"], r=2).double().eval()
 
 
-def of_transformers(name, seed=0):
-    options = {"r": 2, "fan_in_fan_out": name == "GPT-2"}
-    return with_lora(models.build(name, seed), OF_TRANSFORMERS[name], **options).double().eval()
-
-
-@pytest.mark.long_where(name=["Llama"])
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_plans_of_transformers_and_of_our_own_hold_behind_adapters(ranks, name):
-    kind = models.kind_of(name)._replace(build=functools.partial(of_transformers, name))
+def test_plans_of_transformers_hold_behind_adapters(ranks):
+    kind = models.kind_of("Llama")._replace(build=of_transformers)
     found = ranks(2, divided, {"stage": 3, "mesh": {"tp": 2}}, adamw, kind=kind, steps=1)
     # The loss of transformers is in float32, and a first step of Adam is of one size.
     compare(found, plain(adamw, kind=kind, steps=1), losses=1e-6, norms=1e-5, values=1e-3)
@@ -93,7 +84,7 @@ def test_plans_of_transformers_and_of_our_own_hold_behind_adapters(ranks, name):
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_divided_are_refused(tp, options, text):
-    model = of_transformers("Llama") if tp == 4 else adapted(0, **options)
+    model = of_transformers() if tp == 4 else adapted(0, **options)
     plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
     with pytest.raises(ValueError, match=re.escape(text)):
         plan_division(model, find_units(model, None), plan, tp)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from tests.parallel.models import build
 from zeroshard.comm.collectives import Axis
@@ -28,7 +27,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.inner, self.outer = nn.Embedding(12, 8, padding_idx=3), Conv1D(24, 8), Conv1D(8, 24)
+        self.tokens = nn.Embedding(12, 8, padding_idx=3)
+        self.inner, self.outer = nn.Linear(8, 24), nn.Linear(24, 8)
         self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8, bias=False)  # its output is a sum
         self.each, self.together = nn.Linear(8, 12), nn.Linear(12, 8)
         self.norm = nn.LayerNorm(8)
@@ -77,10 +77,10 @@ def compared():
         output.square().sum().backward()
         gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
         found.append({"output": output.detach(), "x": own.grad} | gradients)
-    own = (model.inner.nf, model.outer.nf, model.blocks[0]["up"].out_features)
+    own = (model.inner.out_features, model.outer.out_features, model.blocks[0]["up"].out_features)
     assert own == (24 // over.size, 8, 24 // over.size)
     changes.undo()
-    assert (model.inner.nf, model.blocks[0]["up"].out_features) == (24, 24)
+    assert (model.inner.out_features, model.blocks[0]["up"].out_features) == (24, 24)
     assert "forward" not in vars(model.tokens)
     got, want = found
     return [
@@ -103,9 +103,9 @@ def test_a_plan_cuts_outputs_inputs_and_tokens():
     found = {(name, key): cut.local_shape for name, cuts in layers.items() for key, cut in cuts.items()}
     assert found["tokens", "weight"] == (6, 8)
     assert (found["inner", "weight"], found["inner", "bias"], found["outer", "weight"]) == (
-        (8, 12),
-        (12,),
         (12, 8),
+        (12,),
+        (8, 12),
     )
     assert (found["blocks.1.up", "weight"], found["down", "weight"]) == ((12, 8), (8, 6))
     assert [(span.start, span.stop) for span in layers["gate_up"]["weight"].spans(1)] == [(6, 12), (18, 24)]
@@ -124,8 +124,8 @@ def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
         ({"blocks.*.up": "columns"}, "expected one of colwise, colwise_gather_output, colwise_shared_heads,"),
         ({"*.attention": "local_params"}, "got 'local_params' for '*.attention'"),
         ({"blocks.*.upp": "colwise"}, "tp_plan: no module of the model is called 'blocks.*.upp'"),
-        ({"norm": "colwise"}, "tp_plan: 'norm' is a LayerNorm; expected a Linear, an Embedding or a Conv1D"),
-        ({"down": "packed_rowwise"}, "'down' is a Linear; expected a Linear, an Embedding or a Conv1D"),
+        ({"norm": "colwise"}, "tp_plan: 'norm' is a LayerNorm; expected a Linear or an Embedding"),
+        ({"down": "packed_rowwise"}, "'down' is a Linear; expected a Linear or an Embedding"),
         ({"down": "moe_tp_experts"}, "got 'down.weight' of shape (8, 12) with 'replicate'"),
         ({"down": "mla_kv_a_proj"}, "got 'mla_kv_a_proj' for 'down'"),
         ({"down": LayerPlan(Split.ROWS, (Section(9),))}, "expected sections of 12 elements together"),
@@ -201,31 +201,20 @@ def test_tied_layers_must_be_cut_alike():
     assert {o.fqn: o.cut for o in originals}["norm.weight"] is None
 
 
-# ------------------------------------------------------------------- our own plans, and experts
-
-
-def test_each_rank_has_whole_heads_of_queries_of_keys_and_of_values():
-    model = build("GPT-2")
-    cuts = {layer.name: layer.cuts for layer in match(model, plan_of(model), 2)}
-    cut = cuts["transformer.h.0.attn.c_attn"]["weight"]
-    assert (cut.dim, cut.sections) == (1, heads(4, 4, 4, size=8))
-    assert [span.start for span in cut.spans(1)] == [16, 48, 80]
-    cut = cuts["transformer.h.1.attn.c_proj"]["weight"]
-    assert (cut.dim, cut.sections) == (0, heads(4, size=8))
-    assert "transformer.wpe" not in cuts
+# ------------------------------------------------------------------- plans of transformers
 
 
 def test_a_plan_has_the_patterns_that_fit_a_variant():
-    model = build("GPT-2")
-    assert plan_of(model).keys() - plan_of(model.transformer).keys() == {"lm_head"}
-    for other in (nn.Linear(2, 2), build("T5")):
-        assert plan_of(other) == {}
+    plan, more = (plan_of(build(name)) for name in ("Phi", "Phi, norms of heads"))
+    assert more.keys() - plan.keys() == {"*self_attn.[qk]_layernorm"}
+    for model in (nn.Linear(2, 2), build("GPT-2"), build("T5")):
+        assert plan_of(model) == {}
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers():
-    model = build("GPT-2")
+    model = build("Llama")
     model.resize_token_embeddings(66)
-    text = "'transformer.h.0.attn.c_attn.weight', dimension 1 of shape (32, 96): 4 heads of 8 cannot be"
+    text = "q_proj.weight', dimension 0 of shape (32, 32): 4 heads of 8 cannot be"
     with pytest.raises(ValueError, match=re.escape(text)):
         match(model, plan_of(model), 3)
 

@@ -7,7 +7,6 @@ import pytest
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from tests.parallel.runs import PLAN, adamw, build, compare, divided, plain
 from zeroshard.parallel.tensor.division import match
@@ -112,8 +111,6 @@ def test_hooks_of_an_embedding_by_tokens_see_whole_values():
 
 
 def test_forwards_of_transformers_are_known():
-    conv = nn.ModuleDict({"inner": Conv1D(24, 8), "outer": Conv1D(8, 24)})
-    assert match(conv, {"inner": "colwise", "outer": "rowwise"}, 2)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))

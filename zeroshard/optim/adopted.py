@@ -1,8 +1,7 @@
 """Optimizers of other packages, which an engine takes over, and the names of their states in checkpoints.
 
 Optimizers of bitsandbytes stay the same objects; their states are in blocks of the whole parameter.
-Which states take a byte an element is told by the size of the whole parameter. On the CPU their 8-bit update
-is ours, with exact nearest codes; else it is bitsandbytes' operator. A state of an optimizer:
+Which states take a byte an element is told by the size of the whole parameter. A state of an optimizer:
 
     state1    codes of the first moment, or float32
     absmax1   their scales, [ceil(n / 256)]
@@ -31,7 +30,6 @@ from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
 from zeroshard.optim.eightbit.rules import BlockwiseOptimizer, rule_named
-from zeroshard.optim.eightbit.step import take_step
 from zeroshard.optim.ranges import ChecksRanges
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.stepping.wholes import UsesWholes
@@ -381,32 +379,15 @@ def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex
 
 def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
     state, rule = self.state[p], rules_by_operator()[self.optimizer_name]
-    is_quantized = "absmax1" in state
+    if not p.numel():
+        state["step"] += 1
+        return
+    signs = rule.states.values() if "absmax1" in state else ()
+    maps = {f"qmap{slot}": blocks.codebook(sign, p.device).values for slot, sign in enumerate(signs, 1)}
+    # Operators change it unseen by autograd, and replicated parameters follow its changes.
+    increment_version(p)
+    state.update(maps)
     with past_guards():
-        if not p.numel():
-            state["step"] += 1
-        elif is_quantized and _steps_by_rule(p):
-            state["step"] += 1
-            numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
-            gradient, values = p.grad, blocks.flat(p)
-            assert gradient is not None, "it is stepped because of it"
-            states = blocks.read(rule, to_common(self, state))
-            take_step(rule, values, blocks.flat(gradient), states, numbers)
-            if values.data_ptr() != p.data_ptr():
-                p.copy_(values)
-        else:
-            signs = rule.states.values() if is_quantized else ()
-            maps = {
-                f"qmap{slot}": blocks.codebook(sign, p.device).values for slot, sign in enumerate(signs, 1)
-            }
-            # Operators change it unseen by autograd, and replicated parameters follow its changes.
-            increment_version(p)
-            state.update(maps)
-            type(self).update_step(self, group, p, gindex, pindex)
-            for key in maps:
-                del state[key]
-
-
-def _steps_by_rule(p: Tensor) -> bool:
-    """True if an 8-bit step is ours."""
-    return p.is_cpu
+        type(self).update_step(self, group, p, gindex, pindex)
+    for key in maps:
+        del state[key]

@@ -34,12 +34,12 @@ ONE_F = {"schedule": "1f1b", "num_microbatches": 4}
 LAYOUTS = {
     "tied llama": (4, {"pp": 2}, {"schedule": "zbv", "num_microbatches": 2}, 3),
     "mixtral": (4, {"pp": 4}, {"schedule": "zb-h1", "num_microbatches": 4}, 0),
-    "tied gpt": (8, {"pp": 2, "tp": 2}, ONE_F | {"num_microbatches": 2}, 3),
+    "llama": (8, {"pp": 2, "tp": 2}, ONE_F | {"num_microbatches": 2}, 3),
 }
 """Ranks, mesh, pipeline and stage, by model."""
 
 
-@pytest.mark.long_where(name=["mixtral", "tied gpt"])
+@pytest.mark.long_where(name=["mixtral", "llama"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_model_trains_as_in_one_process(ranks, name):
     num_ranks, mesh, pipeline, stage = LAYOUTS[name]

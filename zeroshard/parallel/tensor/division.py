@@ -1,6 +1,6 @@
 """The layers of a plan, and the parts of their parameters that the ranks of a tensor group hold.
 
-A model whose user gives no plan has the plan of transformers, or a plan of ours. Nothing is changed and no
+A model whose user gives no plan has the plan of transformers. Nothing is changed and no
 rank is asked: a plan that does not fit a model is an error before anything starts.
 """
 
@@ -24,27 +24,12 @@ from zeroshard.parallel.tensor.styles import (
     Plan,
     Split,
     cuts_of_experts,
-    dim_of,
-    is_conv1d,
-    is_linear,
     with_heads,
 )
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.plan.placement import SUMMANDS, SUMMANDS_OF_PARTS
 from zeroshard.plan.units import UnitSpec
-
-_OWN: dict[str, dict[str, str]] = {
-    "gpt2": {
-        "*wte": "rowwise",
-        "*attn.c_attn": "colwise",
-        "*attn.c_proj": "rowwise",
-        "*mlp.c_fc": "colwise",
-        "*mlp.c_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
-}
-"""Plans for models of transformers that have none there, by `config.model_type`."""
 
 _BESIDE = {
     "phi": {"*self_attn.[qk]_layernorm": "replicated_with_grad_allreduce"},
@@ -64,7 +49,7 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     A plan serves several variants of a model. The patterns that fit nothing in this one are left out.
     """
     kind = str(getattr(getattr(model, "config", None), "model_type", None))
-    plan = getattr(model, "tp_plan", None) or _OWN.get(kind, {})
+    plan = getattr(model, "tp_plan", None) or {}
     plan = {**plan, **_BESIDE.get(kind, {})} if plan else plan
     names = [name for name, _ in model.named_modules()]
     if any(name.startswith(_PREFIX) for name in names):
@@ -133,7 +118,7 @@ def _refuse_own_code(layer: Divided) -> None:
     """Refuse forwards and hooks of the user: such a forward would not run, such a hook would see parts."""
     module, way, name = layer.module, layer.style.way, layer.name.removesuffix(".base_layer")
     is_table = isinstance(module, nn.Embedding)
-    is_product = way in BY_ROWS and not is_table and not is_conv1d(module)  # F.linear in place of a forward
+    is_product = way in BY_ROWS and not is_table  # F.linear in place of a forward
     known = _TORCH if is_product or way is Split.SHARED_COLUMNS else (*_TORCH, "transformers.")
     sees_wholes = way is Split.SEQUENCE_SPLIT or (way is Split.ROWS and is_table)
     owners = [(module, ("",) if way is Split.EXPERTS else known)]
@@ -331,12 +316,12 @@ def _cuts(name: str, module: nn.Module, style: LayerPlan, num_ranks: int) -> Ite
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
         dims = {"weight": 0}
-    elif is_linear(module) and style.way is not Split.PACKED_ROWS:
-        dims = {"weight": dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
+    elif isinstance(module, nn.Linear) and style.way is not Split.PACKED_ROWS:
+        dims = {"weight": 0, "bias": 0} if is_columns else {"weight": 1}
     else:
         raise ValueError(
-            f"tp_plan: '{name}' is a {type(module).__name__}; expected a Linear, an Embedding or a Conv1D of "
-            f"transformers for '{style.way.value}'"
+            f"tp_plan: '{name}' is a {type(module).__name__}; expected a Linear or an Embedding for "
+            f"'{style.way.value}'"
         )
     for attribute, dim in dims.items():
         if attribute not in module._parameters:

@@ -30,7 +30,7 @@ from zeroshard.parallel.tensor.sequence import (
     install_regions,
     move,
 )
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split, is_conv1d, set_counts
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.context import Changes
 
@@ -51,9 +51,9 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
         size = None if cut is None else cut.local_shape[cut.dim]
         if layer.style.way is Split.SHARED_COLUMNS:
             size = layer.style.sections[0].unit
-        for attribute in _INPUTS if is_by_rows else _OUTPUTS:
-            if attribute in vars(module) and size is not None:
-                changes.set(module, attribute, size)
+        attribute = "in_features" if is_by_rows else "out_features"
+        if attribute in vars(module) and size is not None:
+            changes.set(module, attribute, size)
         if isinstance(module, nn.Embedding) and layer.style.way is Split.ROWS:
             (own,) = layer.cuts["weight"].spans(over.rank)
             changes.set(module, "num_embeddings", own.size)
@@ -64,8 +64,6 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     for parent, section in {x.parent: one for x in shared for one in x.style.sections}.items():
         if (groups := getattr(parent, _GROUPS, None)) is not None:
             changes.set(parent, _GROUPS, groups * (section.size // section.unit) // over.size)
-    has_heads = (layer for layer in layers if layer.style.way is Split.COLUMNS and layer.style.sections)
-    set_counts({layer.parent: None for layer in has_heads}, over.size, changes)
     share_random_states(model, layers, regions, over, changes)
     divide_losses(model, layers, over, changes)
     _refuse_parts(model, regions, changes)
@@ -107,8 +105,6 @@ def _of_parts(layer: Divided, forward: Callable[..., Tensor], _: Any, *args: Any
     return forward(*args, **kwargs)
 
 
-_INPUTS, _OUTPUTS = ("in_features", "nx"), ("out_features", "nf")
-"""Attributes that have the size of a layer."""
 _GROUPS = "num_key_value_groups"
 """Attention layers of transformers repeat keys and values so many times, once for each of their queries."""
 
@@ -149,8 +145,7 @@ def _one_head(own: Span, module: Any, over: Activations, name: str, value: Tenso
 def _rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     """The bias is added once, after the sum."""
     over.last = None
-    weight = module.weight.t() if is_conv1d(module) else module.weight
-    total = add(F.linear(value, weight), over, name)
+    total = add(F.linear(value, module.weight), over, name)
     return total if module.bias is None else total + module.bias
 
 

@@ -1,8 +1,7 @@
 """The ways to divide a layer over the ranks of a tensor group: the words of a plan, its layers, their heads.
 
-An attention layer of transformers has the size of a head in an attribute, and heads stay whole. Most layers
-find the number of heads from the size of their activations. Some keep it in attributes: these are set to the
-number of a rank.
+An attention layer of transformers has the size of a head in an attribute, and heads stay whole. It finds the
+number of heads from the size of its activations.
 
 Experts are divided by their hidden elements, so each rank has a part of every expert:
 
@@ -15,15 +14,14 @@ Transformers keeps the experts of a layer in one module. Its parameters have the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from torch import nn
 
 from zeroshard.plan.cuts import Cut, Section
-from zeroshard.sharding.context import Changes
 
 
 class Split(Enum):
@@ -140,40 +138,8 @@ _SIZES = ("head_dim", "head_size")
 """The names of the size of a head in the attention layers of transformers."""
 _IN_ONE = {"query_key_value": 3}
 """Layers whose outputs are, for each head, its query, its key and its value."""
-_SIDE_BY_SIDE = {("GPT2Attention", "c_attn"): "embed_dim"}
-"""Layers with all queries first, then all keys, then all values: (attention layer, name) -> size of each."""
-_COUNTS = {"GPT2Attention": ("num_heads", "embed_dim", "split_size")}
-"""Attributes that are proportional to the number of heads which the layer computes."""
 _WITHOUT_HEADS = (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT, *WITHOUT_CUTS)
 """Ways that may divide a head: what follows has all of them, or none."""
-
-
-def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) -> tuple[Section, ...]:
-    """Return the sections of a layer of an attention layer, or () if it has no heads.
-
-    Args:
-        name: the name of the layer.
-        parent: the attention layer that holds it.
-        size: the outputs or inputs of the layer.
-        is_outputs: True for its outputs, which may be several matrices in one.
-    """
-    last = name.rpartition(".")[2]
-    head = next((head for head in (getattr(parent, at, None) for at in _SIZES) if head), None)
-    if head is None:
-        return ()
-    together = _SIDE_BY_SIDE.get((type(parent).__name__, last)) if is_outputs else None
-    if together is not None:
-        each: int = getattr(parent, together)
-        return (Section(each, head),) * (size // each)
-    unit = head * _IN_ONE.get(last, 1)
-    return () if size % unit else (Section(size, unit),)
-
-
-def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -> None:
-    """Tell attention layers how many heads a rank computes; their layers are divided by `sections_of`."""
-    for parent in parents:
-        for attribute in _COUNTS.get(type(parent).__name__, ()):
-            changes.set(parent, attribute, getattr(parent, attribute) // num_ranks)
 
 
 def with_heads(style: LayerPlan, name: str, module: Any, parent: nn.Module, num_ranks: int) -> LayerPlan:
@@ -190,34 +156,18 @@ def with_heads(style: LayerPlan, name: str, module: Any, parent: nn.Module, num_
             f"tp_plan: '{name}' is in latent attention, which is not divided: leave the layers of "
             f"{type(parent).__name__} out of the plan"
         )
-    if style.sections or style.way in _WITHOUT_HEADS or not is_linear(module):
+    if style.sections or style.way in _WITHOUT_HEADS or not isinstance(module, nn.Linear):
         return style
-    is_outputs = style.way is not Split.ROWS
-    total: int = module.weight.shape[dim_of(module, is_outputs)]
+    total: int = module.weight.shape[1 if style.way is Split.ROWS else 0]
     if style.way is Split.PACKED_COLUMNS:
         return LayerPlan(Split.COLUMNS, (Section(total // 2),) * 2)
-    sections = sections_of(name, parent, total, is_outputs=is_outputs)
-    if len(sections) != 1:
-        return replace(style, sections=sections)
-    unit = sections[0].unit
+    head = next((head for head in (getattr(parent, at, None) for at in _SIZES) if head), 0)
+    unit = head * _IN_ONE.get(name.rpartition(".")[2], 1)
+    if not unit or total % unit:
+        return style
     num_heads = total // unit
     is_shared = style.way is Split.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
-    return LayerPlan(Split.SHARED_COLUMNS if is_shared else style.way, sections)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """True for the layer of transformers whose weight is [inputs, outputs]."""
-    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """True for a layer of one matrix and perhaps a bias."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
-def dim_of(module: nn.Module, is_outputs: bool) -> int:
-    """Return the dimension of the outputs, or inputs, in the weight."""
-    return int(is_outputs == is_conv1d(module))
+    return LayerPlan(Split.SHARED_COLUMNS if is_shared else style.way, (Section(total, unit),))
 
 
 _CUTS = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
