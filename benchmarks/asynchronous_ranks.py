@@ -26,8 +26,9 @@ from asynchronous_executor import Executor
 from asynchronous_methods import METHODS, delays_of
 from asynchronous_report import on_ranks
 from asynchronous_tasks import BLOCKS, TASKS
-from before import run_on_cpu
+from before import run_on_ranks
 from documents import read
+from turns import command_line
 
 
 class Case(NamedTuple):
@@ -53,13 +54,7 @@ class Outcome(NamedTuple):
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="a divisor of 8")
-    parser.add_argument("--lists", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=96, help="of each list")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
-    return parser.parse_args(arguments)
+    return command_line(__doc__, ranks=2, lists=4, microbatches=96).parse_args(arguments)
 
 
 def sgd(lr: float) -> Any:
@@ -141,4 +136,4 @@ def report(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), report))
+    sys.exit(run_on_ranks(__file__, parse(), report))

@@ -49,22 +49,23 @@ def package_of(commit: str | None) -> Iterator[None]:
             del os.environ[FOLDER]
 
 
-def run_on_cpu(script: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace], None]) -> int:
-    """Start CPU ranks that run `script` beside the package of `args.before`; inside a rank, measure.
+def run_on_ranks(script: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace], None]) -> int:
+    """Start ranks that run `script` beside the package of `args.before`; inside a rank, measure.
 
     Args:
         script: the file of the benchmark.
-        args: its command line, with `ranks` and `before` (a commit or None).
+        args: its command line, with `ranks`, and with `before` (a commit or None), `device` (else the CPU)
+            and `threads` (else 1) if it has them.
         measure: the function to call in each rank, with an open process group.
 
     Returns:
         The exit status of the ranks.
     """
     if inside_rank():
-        with process_group("cpu"):
+        with process_group(getattr(args, "device", "cpu"), getattr(args, "threads", 1)):
             measure(args)
         end_rank()
-    with package_of(args.before):
+    with package_of(getattr(args, "before", None)):
         return run_ranks(script, sys.argv[1:], args.ranks)
 
 

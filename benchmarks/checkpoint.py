@@ -18,11 +18,9 @@ import argparse
 import gc
 import shutil
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,23 +31,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import record
+from before import run_on_ranks
 from engines import Setting, Step, fsdp2_parts, fsdp2_step, zeroshard_engine, zeroshard_step
-from launch import end_rank, inside_rank, process_group, run_ranks
+from launch import common_folder, rank_device, timed
 from medians import Median, median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
+from turns import command_line
 
 OURS, PEER = "zeroshard-3", "fsdp2"
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--rounds", type=int, default=7, help="timed, after an untimed one")
+    parser = command_line(__doc__, ranks=2, batch=1, rounds=7)
     parser.add_argument("--steps", type=int, default=8, help="after a save in the background, and without")
     parser.add_argument("--folder", type=Path, help="to write in; default the system's temporary one")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     add_shape_arguments(parser)
     return parser.parse_args()
 
@@ -99,16 +95,6 @@ class Peer:
 
 Times = dict[str, list[float]]
 """Seconds of the slowest rank in each round, by the name of the timed call."""
-
-
-def timed(action: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank, from a moment when all are there."""
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
 
 
 def run_round(
@@ -180,21 +166,9 @@ def summarize(times: Times, written: list[list[bool]], num_steps: int) -> dict[s
     }
 
 
-@contextmanager
-def common_folder(parent: Path | None) -> Iterator[Path]:
-    """A folder that all ranks write to, removed at the end."""
-    names = [tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    try:
-        yield Path(names[0])
-    finally:
-        dist.barrier()
-        shutil.rmtree(names[0], ignore_errors=True)
-
-
-def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Build, warm up, time and report; runs on every rank."""
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), rank_device("cpu")
     setting = Setting(shape=shape_from(args), batch=args.batch, precision="fp32", device=device)
     engines: dict[str, Ours | Peer] = {PEER: Peer(setting), OURS: Ours(setting)}
     tokens = build_tokens(setting.shape, args.batch, rank, device)
@@ -205,7 +179,8 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> Non
     times: Times = defaultdict(list)
     written: list[list[bool]] = []
     for number in range(-1, args.rounds):
-        seconds, flags = run_round(number, folder, engines, tokens, args.steps)
+        with common_folder(args.folder) as folder:
+            seconds, flags = run_round(number, folder, engines, tokens, args.steps)
         if number < 0:
             continue
         for key, value in seconds.items():
@@ -229,15 +204,5 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> Non
     )
 
 
-def main() -> int:
-    """Start the ranks, or be one."""
-    args = parse()
-    if inside_rank():
-        with process_group("cpu") as device, common_folder(args.folder) as folder:
-            measure(args, folder, device)
-        end_rank()
-    return run_ranks(__file__, sys.argv[1:], args.ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_on_ranks(__file__, parse(), measure))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,13 @@ def run_ranks(script: str, arguments: Sequence[str], num_ranks: int) -> int:
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
+def rank_device(device_type: str) -> torch.device:
+    """This rank's device: "cpu", or "cuda" with its index."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+
+
 @contextmanager
 def process_group(device_type: str, threads: int = 1) -> Iterator[torch.device]:
     """Open the default process group, yield this rank's device, and close it.
@@ -34,15 +45,36 @@ def process_group(device_type: str, threads: int = 1) -> Iterator[torch.device]:
         threads: the threads of a rank's own arithmetic on the CPU.
     """
     torch.set_num_threads(threads)
-    device = torch.device(device_type)
+    device = rank_device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank, from a moment when all are there."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+@contextmanager
+def common_folder(parent: Path | None) -> Iterator[Path]:
+    """A folder that all ranks write to, removed at the end."""
+    names = [tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    try:
+        yield Path(names[0])
+    finally:
+        dist.barrier()
+        shutil.rmtree(names[0], ignore_errors=True)
 
 
 def end_rank() -> NoReturn:

@@ -11,10 +11,10 @@ steps in bfloat16 with those in float32.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 import record
 import zeroshard
 from medians import median_of, median_ratio
+from turns import check_near, command_line, in_turns
 
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("AdamW, fused", "AdamW8bit")
@@ -34,13 +35,9 @@ bfloat16 has 8 bits of mantissa."""
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, name="main_dtype_cpu", threads=2, rounds=40, warmup=2)
     parser.add_argument("--elements", type=int, default=17_000_000, help="of all parameters together")
     parser.add_argument("--parameters", type=int, default=10, help="that the elements are divided among")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40, help="timed turns of each")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before the timed ones")
-    parser.add_argument("--name", default="main_dtype_cpu", help="of the JSON file in benchmarks/results")
     args = parser.parse_args()
     if args.warmup < 1:
         parser.error(f"Expected --warmup of at least 1 (steps are compared there), got {args.warmup}")
@@ -54,7 +51,6 @@ class Contender:
     optimizer: str
     dtype: str
     engine: Any
-    seconds: list[float] = field(default_factory=list)
 
     def step(self) -> float:
         """Take a step; return its seconds."""
@@ -90,45 +86,18 @@ def make_optimizer(name: str, model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), **hyperparameters, fused=True)
 
 
-def check_first_steps(narrow: Contender, wide: Contender) -> None:
-    """Compare the first steps, so that nobody is timed on wrong work.
-
-    Raises:
-        RuntimeError: the first steps lead elsewhere than those in float32.
-    """
-    want = wide.values()
-    distance = ((narrow.values() - want).norm() / want.norm()).item()
-    if not distance <= FARTHEST:
-        raise RuntimeError(
-            f"Expected parameters of {narrow.optimizer} in bfloat16 within {FARTHEST} of those in float32, "
-            f"got {distance:.4f}"
-        )
-
-
-def run_rounds(contenders: list[Contender], num_rounds: int) -> None:
-    """Let each have its turn in each round."""
-    shuffle = random.Random(0).shuffle
-    for _ in range(num_rounds):
-        order = list(contenders)
-        shuffle(order)
-        for contender in order:
-            contender.seconds.append(contender.step())
-
-
-def rows_of(contenders: list[Contender]) -> list[dict[str, Any]]:
+def rows_of(times: Mapping[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
     """Seconds, and their ratios to the fused step in float32 and to the same optimizer's in float32."""
-    wide = {contender.optimizer: contender.seconds for contender in contenders if contender.dtype == "fp32"}
-    fused = wide[OPTIMIZERS[0]]
     return [
         {
-            "optimizer": contender.optimizer,
-            "main_dtype": contender.dtype,
-            "median_s": median_of(contender.seconds)._asdict(),
-            "ratio_to_fused_fp32": median_ratio(contender.seconds, fused)._asdict(),
-            "ratio_to_fp32": median_ratio(contender.seconds, wide[contender.optimizer])._asdict(),
-            "seconds": [round(value, 6) for value in contender.seconds],
+            "optimizer": optimizer,
+            "main_dtype": dtype,
+            "median_s": median_of(seconds)._asdict(),
+            "ratio_to_fused_fp32": median_ratio(seconds, times[OPTIMIZERS[0], "fp32"])._asdict(),
+            "ratio_to_fp32": median_ratio(seconds, times[optimizer, "fp32"])._asdict(),
+            "seconds": [round(value, 6) for value in seconds],
         }
-        for contender in contenders
+        for (optimizer, dtype), seconds in times.items()
     ]
 
 
@@ -141,9 +110,9 @@ def main() -> int:
         for _ in range(args.warmup):
             contender.step()
     for wide, narrow in zip(contenders[::2], contenders[1::2], strict=True):
-        check_first_steps(narrow, wide)
-    run_rounds(contenders, args.rounds)
-    rows = rows_of(contenders)
+        check_near(f"bfloat16 of {narrow.optimizer}", narrow.values(), wide.values(), FARTHEST)
+    sides = {(one.optimizer, one.dtype): one.step for one in contenders}
+    rows = rows_of(in_turns(sides, args.rounds))
     capability = torch.backends.cpu.get_cpu_capability()
     record.report("main_dtype", args.name, rows, settings=vars(args), cpu_capability=capability)
     return 0

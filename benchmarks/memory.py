@@ -27,20 +27,18 @@ import zeroshard
 from engines import adamw
 from launch import end_rank, inside_rank, process_group, run_ranks
 from model import add_shape_arguments, build_model, build_tokens, next_token_loss, shape_from
+from turns import command_line
 
 STAGES = (0, 1, 2, 3)
 KINDS = ("parameters", "gradients", "optimizer", "unsharded")
-COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, name="memory")
     parser.add_argument("--ranks", default="1,2,4", help="comma-separated world sizes")
     parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated, of fp32, bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--name", default="memory", help="of the JSON and PNG files in benchmarks/results")
-    parser.add_argument("--redraw", action="store_true", help="only draw the JSON file that is there")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their rows
     add_shape_arguments(parser)
     parser.set_defaults(sequence=16)
@@ -135,54 +133,8 @@ def measure_ranks(args: argparse.Namespace) -> None:
             args.output.write_text(json.dumps(rows))
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each precision: a bar for each stage and world size, and a mark for the formula."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.artist import Artist
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Rectangle
-
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    worlds = list(dict.fromkeys(row["ranks"] for row in rows))
-    shown = [kind for kind in KINDS if any(row["report_bytes"][kind] for row in rows)]
-    figure, axes = plt.subplots(
-        1, len(precisions), figsize=(5.2 * len(precisions), 3.4), sharey=True, squeeze=False
-    )
-    for row in rows:
-        axis = axes[0][precisions.index(row["precision"])]
-        place = worlds.index(row["ranks"]) * (len(STAGES) + 1) + STAGES.index(row["stage"])
-        bottom = 0.0
-        for kind in shown:
-            height = row["report_bytes"][kind] / 1e6
-            axis.bar(place, height, bottom=bottom, color=COLORS[KINDS.index(kind)], width=0.8)
-            bottom += height
-        axis.hlines(row["formula_bytes"] / 1e6, place - 0.48, place + 0.48, color="black")
-    places = [world * (len(STAGES) + 1) + stage for world in range(len(worlds)) for stage in STAGES]
-    for axis, precision in zip(axes[0], precisions, strict=True):
-        axis.set_title(f"AdamW, {precision}", fontsize=10)
-        axis.set_xticks(places, [str(stage) for _ in worlds for stage in STAGES])
-        axis.set_xlabel("stage, by number of ranks")
-        for number, world in enumerate(worlds):
-            middle = number * (len(STAGES) + 1) + (len(STAGES) - 1) / 2
-            title = f"{world} rank{'s' if world > 1 else ''}"
-            axis.text(middle, 0.97, title, ha="center", va="top", transform=axis.get_xaxis_transform())
-    axes[0][0].set_ylabel("MB per rank")
-    axes[0][0].set_ylim(0, 1.2 * max(row["formula_bytes"] for row in rows) / 1e6)
-    handles: list[Artist] = [Rectangle((0, 0), 1, 1, color=COLORS[KINDS.index(kind)]) for kind in shown]
-    handles.append(Line2D([], [], color="black"))
-    figure.legend(
-        handles, [*shown, "formula"], loc="upper center", ncols=len(handles), frameon=False, fontsize=9
-    )
-    figure.tight_layout(rect=(0, 0, 1, 0.93))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def measure(args: argparse.Namespace) -> int:
-    """Start the ranks of each world size, then print, write and draw."""
+    """Start the ranks of each world size, then print and write."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
@@ -192,9 +144,8 @@ def measure(args: argparse.Namespace) -> int:
                 return status
             rows += json.loads(output.read_text())
     rows.sort(key=lambda row: (row["precision"] != "fp32", row["ranks"], row["stage"]))
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "redraw")}
-    path = record.report("memory", args.name, rows, settings=settings)
-    draw(rows, path.with_suffix(".png"))
+    settings = {key: value for key, value in vars(args).items() if key != "output"}
+    record.report("memory", args.name, rows, settings=settings)
     return 0
 
 
@@ -204,10 +155,6 @@ def main() -> int:
     if inside_rank():
         measure_ranks(args)
         end_rank()
-    if args.redraw:
-        path = record.RESULTS / f"{args.name}.json"
-        draw(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
-        return 0
     return measure(args)
 
 

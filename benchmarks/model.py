@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -96,16 +96,10 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each size of the model."""
     group = parser.add_argument_group("model")
-    defaults = Shape()
-    group.add_argument("--dim", type=int, default=defaults.dim)
-    group.add_argument("--depth", type=int, default=defaults.depth)
-    group.add_argument("--heads", type=int, default=defaults.heads)
-    group.add_argument("--vocabulary", type=int, default=defaults.vocabulary)
-    group.add_argument("--sequence", type=int, default=defaults.sequence)
+    for size in fields(Shape):
+        group.add_argument(f"--{size.name}", type=int, default=size.default)
 
 
 def shape_from(args: argparse.Namespace) -> Shape:
     """The model sizes that `add_shape_arguments` parsed."""
-    return Shape(
-        dim=args.dim, depth=args.depth, heads=args.heads, vocabulary=args.vocabulary, sequence=args.sequence
-    )
+    return Shape(**{size.name: getattr(args, size.name) for size in fields(Shape)})

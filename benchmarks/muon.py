@@ -11,10 +11,9 @@ whole. Both are in one process per rank and take turns. The bytes are those that
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,22 +23,16 @@ from torch import Tensor, nn
 
 import record
 import zeroshard
-from before import run_on_cpu
+from before import run_on_ranks
+from launch import timed
 from medians import median_of, median_ratio
+from turns import command_line, in_turns
 from zeroshard.optim import Deferred, Muon, wholes_here
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
-    return parser.parse_args()
+    return command_line(__doc__, ranks=2, stage=3, width=384, blocks=4, rounds=20).parse_args()
 
 
 class Block(nn.Module):
@@ -101,17 +94,8 @@ def measure(args: argparse.Namespace) -> None:
     engine, optimizer = start(args)
     other_engine, other = start(args)
     other.wholes_of = everywhere if args.stage else wholes_here
-    optimizers = {"owners": optimizer, "everywhere": other}
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    order = random.Random(0)
-    for number in range(args.rounds + 1):
-        for name in order.sample(sorted(optimizers), 2):
-            dist.barrier()
-            begin = time.perf_counter()
-            optimizers[name].step()
-            seconds = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            times[name] += [seconds.item()] if number else []
+    sides = {"owners": partial(timed, optimizer.step), "everywhere": partial(timed, other.step)}
+    times = in_turns(sides, args.rounds, warmup=1)
     for p, q in zip(engine.parameters(), other_engine.parameters(), strict=True):
         assert torch.equal(p.detach(), q.detach()), "both give the same bits"
     engine.reset_comm_report()
@@ -133,4 +117,4 @@ def measure(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), measure))
+    sys.exit(run_on_ranks(__file__, parse(), measure))

@@ -26,6 +26,7 @@ from torch import nn
 import record
 import zeroshard
 from medians import median_of, median_ratio
+from turns import command_line
 
 OURS, PEER = "optimizer step", "sequential"
 LEAST_RATIO = 0.9
@@ -33,12 +34,10 @@ LEAST_RATIO = 0.9
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, name="nvme", rounds=9)
     parser.add_argument("--folder", type=Path, help="on the disk; default the system's temporary one")
     parser.add_argument("--total", type=int, default=1024, help="MiB that are read and written in a round")
     parser.add_argument("--part", type=int, default=32, help="MiB of the states of a unit")
-    parser.add_argument("--rounds", type=int, default=9, help="timed, after an untimed one")
-    parser.add_argument("--name", default="nvme", help="of the JSON file in benchmarks/results")
     return parser.parse_args()
 
 

@@ -16,24 +16,23 @@ peers are in `offload_gpu.py`, as they need a GPU.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import record
+from before import run_on_ranks
 from engines import Setting, Step
-from launch import end_rank, inside_rank, process_group, run_ranks
+from launch import common_folder, rank_device
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 from offload_engines import BASE, ENGINES, TIERS
-from step_time import Times, check_losses, mean_losses, run_rounds, slowest_rank
+from step_time import Times, compare
+from turns import command_line
 
 LOSS_TOLERANCE = 2e-2
 """Of the losses after warm-up; 8-bit states and bf16 main parameters differ in the third digit."""
@@ -41,17 +40,11 @@ LOSS_TOLERANCE = 2e-2
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = command_line(__doc__, ranks=2, batch=1, rounds=15, warmup=3, threads=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--rounds", type=int, default=15, help="timed turns of each engine")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before the timed ones")
     parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
     parser.add_argument("--folder", type=Path, help="for the files; default the system's temporary one")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     add_shape_arguments(parser)
     args = parser.parse_args()
     unknown = set(names_of(args)) - set(ENGINES)
@@ -98,9 +91,15 @@ def ratios_to_peers(name: str, times: Times) -> dict[str, dict[str, float]]:
     return {peer: median_ratio(times[name], times[peer])._asdict() for peer in peers}
 
 
-def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Build, warm up, check, time, record and report; runs on every rank."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with common_folder(args.folder) as folder:
+        measure_in(folder, args)
+
+
+def measure_in(folder: Path, args: argparse.Namespace) -> None:
+    """Measure with files in a folder."""
+    rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), rank_device(args.device)
     console = record.console(quiet=rank != 0)
     setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
     tokens = build_tokens(setting.shape, args.batch, rank, device)
@@ -109,15 +108,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
     for name, reason in skipped.items():
         console.print(f"without {name}: {reason}")
     steps = {name: step for name, (step, _) in built.items()}
-
-    _, losses = run_rounds(steps, tokens, args.warmup, lead_in=0, seed=0)
-    losses = mean_losses(losses)
-    check_losses(losses, LOSS_TOLERANCE, num_ranks)
-    gc.collect()
-    gc.freeze()  # so that no engine pays for walking the objects of the others
-    seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=0, seed=1)
-    gc.unfreeze()
-    times = slowest_rank(seconds)
+    times, losses = compare(steps, tokens, args, LOSS_TOLERANCE)
     if rank == 0:
         rows = [
             {
@@ -136,19 +127,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
         settings = {key: value for key, value in vars(args).items() if key != "folder"}
         extra = {"skipped": skipped, "num_params": num_params}
         record.report("offload", stem, rows, settings=settings, **extra)
-    dist.barrier()
-
-
-def main() -> int:
-    """Start the ranks, or be one."""
-    args = parse()
-    if inside_rank():
-        with process_group(args.device, args.threads) as device:
-            measure(args, device, args.folder)
-        end_rank()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        return run_ranks(__file__, [*sys.argv[1:], "--folder", folder], args.ranks)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_on_ranks(__file__, parse(), measure))

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 import record
 import zeroshard
 from model import GPT, Shape, add_shape_arguments, build_tokens, next_token_loss, shape_from
+from turns import command_line
 
 TINY = Shape(dim=64, depth=3, heads=4, vocabulary=64, sequence=32)
 NUM_UNITS = 4
@@ -80,11 +81,9 @@ CASES = {
 
 def parse() -> argparse.Namespace:
     """The command line; the default sizes make 151 M parameters, 1.2 GB of optimizer states."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, name="offload_rss", steps=3)
     parser.add_argument("--folder", type=Path, help="for the files; default the system's temporary one")
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
-    parser.add_argument("--name", default="offload_rss", help="of the JSON file in benchmarks/results")
     parser.add_argument("--case", choices=tuple(CASES), help=argparse.SUPPRESS)  # of a process
     add_shape_arguments(parser)
     parser.set_defaults(dim=1024, depth=12, heads=16, vocabulary=1024, sequence=32)

@@ -14,12 +14,11 @@ FILE` draws the losses of a training with one of them.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -32,6 +31,7 @@ import record
 import zeroshard
 from medians import median_of, median_ratio
 from model import Shape, build_model, build_tokens, next_token_loss
+from turns import check_near, command_line, in_turns
 from zeroshard.optim.eightbit import rules as own
 from zeroshard.optim.eightbit.step import step_in_chunks
 
@@ -45,13 +45,9 @@ Build = Callable[[nn.Parameter], Optimizer]
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, threads=2, rounds=20, warmup=2)
     parser.add_argument("--elements", type=int, default=32 * 2**20, help="of the parameter")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="timed turns of each optimizer")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before the timed ones")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     args = parser.parse_args()
     if args.warmup < 1:
         parser.error(f"Expected --warmup of at least 1 (steps are compared there), got {args.warmup}")
@@ -103,7 +99,6 @@ class Contender:
     name: str
     parameter: nn.Parameter
     optimizer: Optimizer
-    seconds: list[float] = field(default_factory=list)
 
     def step(self) -> float:
         """Take a step; return its seconds, those of the device included."""
@@ -162,34 +157,10 @@ def start(args: argparse.Namespace, console: Console) -> tuple[list[Contender], 
             console.print(f"without {name}: {skipped[name]}", markup=False)
             continue
         ready.append(contender)
-        check_first_steps(contender, ready[0], initial)
+        with torch.no_grad():
+            way, want = parameter - initial, ready[0].parameter - initial
+        check_near(f"the first steps of {name}", way, want, FARTHEST)
     return ready, skipped
-
-
-def check_first_steps(contender: Contender, fused: Contender, initial: Tensor) -> None:
-    """Compare the first steps, so that nobody is timed on wrong work.
-
-    Raises:
-        RuntimeError: the first steps lead elsewhere than those of the 32-bit optimizer.
-    """
-    with torch.no_grad():
-        want = fused.parameter - initial
-        distance = ((contender.parameter - initial - want).norm() / want.norm()).item()
-    if not distance <= FARTHEST:
-        raise RuntimeError(
-            f"Expected the first steps of {contender.name} within {FARTHEST} of those of {fused.name}, "
-            f"got {distance:.3f}"
-        )
-
-
-def run_rounds(contenders: list[Contender], num_rounds: int) -> None:
-    """Let each have its turn in each round."""
-    shuffle = random.Random(0).shuffle
-    for _ in range(num_rounds):
-        order = list(contenders)
-        shuffle(order)
-        for contender in order:
-            contender.seconds.append(contender.step())
 
 
 def at_rest() -> dict[str, float]:
@@ -205,16 +176,15 @@ def at_rest() -> dict[str, float]:
     return {"parameters": num_params, "bytes": num_bytes, "bytes_per_parameter": num_bytes / num_params}
 
 
-def rows_of(contenders: list[Contender]) -> list[dict[str, Any]]:
+def rows_of(contenders: list[Contender], times: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     """Seconds, their ratio to the fused optimizer's, and bytes of state."""
-    fused = contenders[0].seconds
     return [
         {
             "optimizer": contender.name,
             "state_bytes_per_parameter": contender.state_bytes() / contender.parameter.numel(),
-            "median_s": median_of(contender.seconds)._asdict(),
-            "ratio_to_fused": median_ratio(contender.seconds, fused)._asdict(),
-            "seconds": [round(value, 6) for value in contender.seconds],
+            "median_s": median_of(times[contender.name])._asdict(),
+            "ratio_to_fused": median_ratio(times[contender.name], times[FUSED])._asdict(),
+            "seconds": [round(value, 6) for value in times[contender.name]],
         }
         for contender in contenders
     ]
@@ -226,8 +196,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     console = record.console()
     contenders, skipped = start(args, console)
-    run_rounds(contenders, args.rounds)
-    rows = rows_of(contenders)
+    rows = rows_of(contenders, in_turns({one.name: one.step for one in contenders}, args.rounds))
     gpt = at_rest()
     console.print(
         f"GPT of {gpt['parameters']:,} parameters: {gpt['bytes_per_parameter']:.4f} bytes of state each"

@@ -33,11 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import record
-from before import run_on_cpu
+from before import run_on_ranks
 from medians import Median, median_of, median_ratio
 from pipeline_clock import Clock, against_simulator, measure_transfer
 from pipeline_engines import TORCHS, Ours, Setting, Torchs
 from pipeline_jobs import VOCABULARY, Job, Llama, Sleepers
+from turns import command_line
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "varuna")
 WARM_UP = 2
@@ -46,17 +47,10 @@ WARM_UP = 2
 
 def parser_of(what: str) -> argparse.ArgumentParser:
     """The command line of benchmarks of pipelines, without what is said of the schedules."""
-    parser = argparse.ArgumentParser(description=what.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    sizes = {"width": 512, "blocks": 8, "length": 128, "vocabulary": VOCABULARY}
+    parser = command_line(what, ranks=2, rounds=20, **sizes)
     parser.add_argument("--sleep", type=float, metavar="MS", help="blocks sleep; a Llama otherwise")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the Llama")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
     return parser
 
 
@@ -223,4 +217,4 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), report))
+    sys.exit(run_on_ranks(__file__, parse(), report))

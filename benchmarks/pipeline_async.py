@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard
-from before import run_on_cpu
+from before import run_on_ranks
 from medians import Median, median_of, median_ratio
 from pipeline import (
     WARM_UP,
@@ -165,4 +165,4 @@ def measured(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), measured))
+    sys.exit(run_on_ranks(__file__, parse(), measured))

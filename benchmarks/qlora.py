@@ -21,23 +21,16 @@ import transformers
 
 import record
 import zeroshard
-from before import run_on_cpu
+from before import run_on_ranks
+from turns import command_line
 
 VOCABULARY = 32000
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=22)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a rank's batch")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--name", default="qlora_1b", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
-    return parser.parse_args(arguments)
+    sizes = {"blocks": 22, "width": 2048, "length": 64}
+    return command_line(__doc__, name="qlora_1b", ranks=2, stage=3, steps=3, **sizes).parse_args(arguments)
 
 
 def build(args: argparse.Namespace) -> Any:
@@ -95,4 +88,4 @@ def report(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), report))
+    sys.exit(run_on_ranks(__file__, parse(), report))

@@ -22,18 +22,14 @@ import record
 from engines import ENGINES, LABELS, Setting, select
 from launch import end_rank, inside_rank, process_group, run_ranks
 from model import add_shape_arguments, build_tokens, shape_from
+from turns import command_line
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = command_line(__doc__, ranks=2, batch=1, steps=5, runs=3)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--steps", type=int, default=5, help="training steps of a run")
-    parser.add_argument("--runs", type=int, default=3, help="of each engine")
     parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where a run leaves its result
     add_shape_arguments(parser)
     args = parser.parse_args(arguments)

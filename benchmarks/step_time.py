@@ -25,11 +25,12 @@ from rich.console import Console
 from torch import Tensor
 
 import record
-from before import package_of
+from before import run_on_ranks
 from engines import ENGINES, LABELS, Setting, Step, select
-from launch import end_rank, inside_rank, process_group, run_ranks
+from launch import rank_device
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
+from turns import command_line
 
 LOSS_TOLERANCE = {"fp32": 3e-3, "bf16": 1e-2}
 
@@ -39,20 +40,11 @@ Times = Mapping[str, Sequence[float]]
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = command_line(__doc__, ranks=2, batch=1, rounds=30, warmup=3, lead_in=0, threads=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--rounds", type=int, default=30, help="timed turns of each engine")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before the timed ones")
-    parser.add_argument(
-        "--lead-in", type=int, default=0, help="untimed steps in each turn, before the timed one"
-    )
     parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
     parser.add_argument("--before", metavar="COMMIT", help="also time zeroshard as that commit has it")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     add_shape_arguments(parser)
     args = parser.parse_args(arguments)
     if args.warmup < 1:
@@ -134,6 +126,24 @@ def check_losses(losses: Mapping[str, float], tolerance: float, num_ranks: int) 
         raise RuntimeError(f"Expected equal losses within {tolerance:g} after warm-up, got {listing}")
 
 
+def compare(
+    steps: Mapping[str, Step], tokens: Tensor, args: argparse.Namespace, tolerance: float, lead_in: int = 0
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Warm up, compare the losses, and take turns; collective.
+
+    Returns:
+        Seconds of each round by engine, those of the slowest rank, and the mean losses after warm-up.
+    """
+    _, warm_losses = run_rounds(steps, tokens, args.warmup, lead_in=lead_in, seed=0)
+    losses = mean_losses(warm_losses)
+    check_losses(losses, tolerance, dist.get_world_size())
+    gc.collect()
+    gc.freeze()  # so that no engine pays for walking the objects of the others
+    seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=lead_in, seed=1)
+    gc.unfreeze()
+    return slowest_rank(seconds), losses
+
+
 def build_engines(names: Sequence[str], setting: Setting, console: Console) -> dict[str, Step]:
     """Build the engines one after the other, on all ranks."""
     steps = {}
@@ -168,9 +178,9 @@ def time_rows(times: Times, losses: Mapping[str, float]) -> list[dict[str, objec
     ]
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Build, warm up, check, time and report; runs on every rank."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), rank_device(args.device)
     console = record.console(quiet=rank != 0)
     names, skipped = select(args.engines, args.precision)
     for name, reason in skipped.items():
@@ -178,32 +188,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
     steps = build_engines(names, setting, console)
     tokens = build_tokens(setting.shape, args.batch, rank, device)
-
-    _, warm_losses = run_rounds(steps, tokens, args.warmup, lead_in=args.lead_in, seed=0)
-    losses = mean_losses(warm_losses)
-    check_losses(losses, LOSS_TOLERANCE[args.precision], num_ranks)
-    gc.collect()
-    gc.freeze()  # so that no engine pays for walking the objects of the others
-    seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=args.lead_in, seed=1)
-    gc.unfreeze()
-    times = slowest_rank(seconds)
-
+    times, losses = compare(steps, tokens, args, LOSS_TOLERANCE[args.precision], args.lead_in)
     if rank == 0:
         name = args.name or f"step_time_{device.type}_{num_ranks}ranks_{args.precision}_batch{args.batch}"
         rows = {"times": time_rows(times, losses), "ratios": ratio_rows(times)}
         record.report("step_time", name, rows, settings=vars(args), skipped=skipped)
 
 
-def main() -> int:
-    """Start the ranks, or be one."""
-    args = parse()
-    if inside_rank():
-        with process_group(args.device, args.threads) as device:
-            measure(args, device)
-        end_rank()
-    with package_of(args.before):
-        return run_ranks(__file__, sys.argv[1:], args.ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_on_ranks(__file__, parse(), measure))

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 import record
 import zeroshard
-from before import run_on_cpu
+from before import run_on_ranks
 from medians import median_of, median_ratio
+from turns import command_line
 
 HEAD, VOCABULARY = 64, 4096
 PLAN = {
@@ -42,18 +43,8 @@ PLAN = {
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=0)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
-    return parser.parse_args()
+    sizes = {"width": 512, "blocks": 4, "batch": 4, "length": 128}
+    return command_line(__doc__, ranks=2, tp=2, stage=0, rounds=20, **sizes).parse_args()
 
 
 class Attention(nn.Module):
@@ -186,4 +177,4 @@ def measure(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), measure))
+    sys.exit(run_on_ranks(__file__, parse(), measure))

@@ -27,21 +27,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import record
-from before import load, run_on_cpu
+from before import load, run_on_ranks
 from medians import median_of, median_ratio
+from turns import command_line
 
 WIDTH = 8
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser = command_line(__doc__, ranks=1, stage=3, blocks=60, rounds=40)
     parser.add_argument("--before", metavar="COMMIT", help="also time zeroshard as that commit has it")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     return parser.parse_args()
 
 
@@ -169,4 +165,4 @@ def measure(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), measure))
+    sys.exit(run_on_ranks(__file__, parse(), measure))

@@ -116,7 +116,7 @@ def test_all_benchmarks_fit_in_twenty_minutes() -> None:
 
 @pytest.mark.parametrize("device", suite.SUITES)
 def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
-    shared = "".join((ROOT / f"benchmarks/{name}.py").read_text() for name in ("model", "pipeline"))
+    shared = "".join((ROOT / f"benchmarks/{name}.py").read_text() for name in ("model", "pipeline", "turns"))
     names = [run.name for one in suite.SUITES[device] for run in one.runs]
     assert len(names) == len(set(names))
     for one in suite.SUITES[device]:
@@ -125,7 +125,8 @@ def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
             script, *arguments = run.arguments(1, "page")
             source = (ROOT / "benchmarks" / script).read_text() + shared
             for flag in (argument for argument in arguments if argument.startswith("--")):
-                assert f'"{flag}"' in source, f"{script} {flag}"
+                name = flag.removeprefix("--").replace("-", "_")  # of a keyword, a key or a field
+                assert re.search(rf'"{flag}"|\b{name}"?[=:]', source), f"{script} {flag}"
 
 
 # ------------------------------------------------------------------------------------- the tables of the docs
