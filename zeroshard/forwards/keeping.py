@@ -121,7 +121,13 @@ NO_LINK = Link(to_host=1.0, from_host=1.0)
 
 
 def unit_costs(
-    forward: float, backward: float, saved: int, inputs: int, moved: int = 0, link: Link | None = None
+    forward: float,
+    backward: float,
+    saved: int,
+    inputs: int,
+    moved: int = 0,
+    link: Link | None = None,
+    working: int = 0,
 ) -> UnitCosts:
     """Return the costs of a unit that keeps, recomputes, or sends to the host.
 
@@ -133,10 +139,12 @@ def unit_costs(
         moved: the bytes of `saved` that may go to the host.
         link: the link to the host, if activations may go there. Compute waits for the copies of a unit beside
             the next one, so what a forward or backward leaves of their time is lost.
+        working: the most bytes while it runs, if these are more than it saves.
     """
+    working = max(working, saved)
     options = [
-        Option(name=KEEP, held=saved, working=saved),
-        Option(name=RECOMPUTE, held=inputs, working=saved, backward=forward),
+        Option(name=KEEP, held=saved, working=working),
+        Option(name=RECOMPUTE, held=inputs, working=working, backward=forward),
     ]
     if link is not None:
         for name, num, again in ((OFFLOAD, moved, 0.0), (OFFLOAD_INPUT, inputs, forward)):
@@ -145,7 +153,7 @@ def unit_costs(
                     name=name,
                     held=0 if again else saved - num,
                     moved=num,
-                    working=saved,
+                    working=working,
                     forward=max(0.0, num / link.to_host - forward),
                     backward=again + max(0.0, num / link.from_host - backward),
                 )
