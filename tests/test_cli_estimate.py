@@ -75,6 +75,24 @@ def test_the_length_of_samples_and_recomputation_are_counted(capsys):
     assert again.activations < whole.activations
 
 
+def test_a_budget_costs_time(capsys):
+    given = ("7B", "--precision", "bf16", "--stage", 3, "--tokens", 8192)
+    out = shown(capsys, *given, "--recompute", "auto", "--memory-budget", "40GB")
+    config = {"precision": "bf16", "recompute": "auto", "memory_budget": "40GB"}
+    found = zeroshard.estimate(7e9, 8, config, num_tokens=8192)
+    assert 0.97 * 40e9 < found.peak <= 40e9
+    assert re.search(rf"forward and backward, longer by +{found.extra_time:.1%}", out)
+    keep, unit = (
+        zeroshard.estimate(7e9, 8, config | {"recompute": way, "memory_budget": None}, num_tokens=8192)
+        for way in ("none", "unit")
+    )
+    assert keep.extra_time == 0 < found.extra_time < unit.extra_time < 1 / 3
+    more = zeroshard.estimate(7e9, 8, config | {"memory_budget": 10**12}, num_tokens=8192)
+    less = zeroshard.estimate(7e9, 8, config | {"memory_budget": 10**9}, num_tokens=8192)
+    assert (more.peak, more.extra_time) == (keep.peak, 0)
+    assert less.peak == unit.peak > 10**9
+
+
 @pytest.mark.long  # the example of the help is quick
 def test_adapters_over_codes_are_estimated(capsys, tmp_path):
     importlib.import_module("peft.tuners.lora")  # the first import of what it imports may write warnings
@@ -108,6 +126,7 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
         (("7B", "--host", "1TiB"), "--host needs --memory"),
         (("7B", "--memory", "80GB", "--nvme", "1TiB"), "--nvme needs --memory and --host"),
         (("7B", "--length", "4096"), "--length needs --tokens"),
+        (("7B", "--memory-budget", "9GB"), "--memory-budget needs --tokens and --recompute auto"),
         (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got"),
         (("7B", "--pp", "3"), "mesh.pp=3"),
         (("7B", "--pp", "4", "--tokens", "4096"), "expected mesh.pp=1 for activations, got 4"),

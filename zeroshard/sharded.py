@@ -30,6 +30,7 @@ from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.stepping.attach import attach
 from zeroshard.stepping.guard import StepGuard
+from zeroshard.tables import LINE, format_count, render
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -256,17 +257,34 @@ class UnitInfo:
     """The reason why its module is a unit."""
     around: tuple[str, ...] = ()
     """All that lies around the forward of its module, from the outside in."""
+    seconds: float = 0.0
+    """The seconds of its forward and backward that the plan of a memory budget predicts; 0 without one."""
 
 
-def units(owner: Engine | Sharded) -> list[UnitInfo]:
+class Units(list[UnitInfo]):
+    """The units; as text a table."""
+
+    def __str__(self) -> str:
+        total = sum(unit.seconds for unit in self)
+        rows = [
+            (unit.name or "(root)", format_count(unit.numel), ", ".join(unit.around), f"{unit.seconds:.4g} s")
+            for unit in self
+        ]
+        columns = ("unit", "elements", "around its forward", "predicted")
+        return render("units", columns, [*rows, LINE, ("forward and backward", "", "", f"{total:.4g} s")])
+
+
+def units(owner: Engine | Sharded) -> Units:
     """The units, each with the facts of `UnitInfo`: name, size, reason, and what lies around its forward."""
     runtime = owner._runtime
-    placements, infos = runtime.context.setting.placements, []
+    placements, infos = runtime.context.setting.placements, Units()
+    seconds = {} if runtime.budget is None else runtime.budget.seconds
     for unit in (unit for unit in runtime.units if unit.plan.buffers):
         is_root, ends_forward = unit is runtime.root, unit in runtime.passes.last
         kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
         around = ("gather", *reversed(runtime.changes.stacks[unit.module]))
-        infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around))
+        predicted = seconds.get(unit.module, 0.0)
+        infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around, predicted))
     return infos
 
 

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.forwards.peak import Peak
 from tests.parallel.models import build as build_model
 from tests.parallel.models import kind_of
 from tests.parallel.runs import compare, divided, plain
+from zeroshard.comm import streams
 from zeroshard.forwards.budget import PLANNED
 from zeroshard.memory.activations import LiveBytes
 
@@ -118,7 +120,7 @@ def test_a_budget_that_is_too_small_warns_and_all_blocks_recompute():
         UserWarning, match=r"memory_budget: 1000 B are not enough for this batch: all else takes"
     ):
         train(engine, 1)
-    assert names(engine) == ["recompute"] * BLOCKS
+    assert names(engine) == ["recompute"] * (BLOCKS - 1) + ["keep"]  # the last one as a recomputation needs
     engine.close(restore=False)
 
 
@@ -176,22 +178,87 @@ def test_a_sequential_recomputes_runs_in_runs_where_that_is_less(stage):
     budget = engine._runtime.budget
     assert any(isinstance(inner, list) for part in budget.tree if isinstance(part, list) for inner in part)
     assert losses == train(zeroshard.initialize(build(num=num), adamw, {"stage": stage}).engine, PLANNED + 2)
-    x, peak = batch(0), 0
-
-    class Peak(LiveBytes):
-        def __torch_dispatch__(self, *call):
-            nonlocal peak
-            result = super().__torch_dispatch__(*call)
-            peak = max(peak, self.now)
-            return result
-
+    x = batch(0)
     with Peak([x, *engine.module.parameters()]) as live:
         loss = engine(x).square().mean()
         held = live.now
         assert held < num * INPUTS
         engine.backward(loss)
     gradients = states // 4
-    assert peak - gradients < room
+    assert live.peak - gradients < room
+    engine.close(restore=False)
+
+
+def test_an_estimate_tells_what_a_budget_costs():
+    def of_budget(config):
+        loss = lambda model: model(torch.empty(ROWS, WIDTH)).square().mean()  # noqa: E731
+        return zeroshard.estimate(build(), 1, {"stage": 0, **config}, host_computes=True, loss_of=loss)
+
+    keep, unit = of_budget({}), of_budget({"recompute": "unit"})
+    times = []
+    for num_kept in range(1, BLOCKS + 2):
+        budget = room_for(num_kept)
+        found = of_budget({"recompute": "auto", "memory_budget": budget})
+        num = round(found.extra_time * 3 * BLOCKS)
+        times.append(found.extra_time)
+        assert found.extra_time == pytest.approx(num / BLOCKS / 3)
+        assert budget - KEPT < found.peak <= budget or num in (0, BLOCKS)
+        assert num == BLOCKS or keep.activations - found.activations == num * (KEPT - INPUTS)
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) >= BLOCKS - 1
+    assert (times[0], times[-1]) == (pytest.approx(unit.extra_time), 0)
+    share = of_budget({"recompute": "auto", "memory_budget": 0.5})  # of a device that is not known: the least
+    assert (share.activations, share.extra_time) == (unit.activations, unit.extra_time)
+
+
+class Clock:
+    """Time that passes in blocks alone."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Takes(torch.autograd.Function):
+    """The identity, whose forward takes 1 s, and whose backward takes 3 s."""
+
+    @staticmethod
+    def forward(ctx, x, clock):
+        clock.now += 1
+        ctx.clock = clock
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.now += 3
+        return gradient, None
+
+
+class Slow(Block):
+    clock: Clock
+
+    def forward(self, x):
+        return super().forward(Takes.apply(x, self.clock))
+
+
+@pytest.mark.parametrize(("kind", "room"), [(Blocks, None), (nn.Sequential, 5 * INPUTS + 2 * KEPT)])
+def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
+    monkeypatch.setattr(streams, "time", clock := Clock())
+    monkeypatch.setattr(Slow, "clock", clock, raising=False)
+    model = kind(*[Slow() for _ in range(BLOCKS)])
+    budget = room_for(3) if room is None else STATES + room
+    engine = zeroshard.initialize(
+        model, adamw, {"stage": 0, "recompute": "auto", "memory_budget": budget}
+    ).engine
+    for number in range(PLANNED + 3):
+        begin = clock.now
+        engine.backward(engine(batch(number).requires_grad_()).square().mean())
+        engine.step()
+        predicted = sum(unit.seconds for unit in engine.units)
+        assert (predicted == 0) == (number < 2)  # it is measured
+    assert predicted == clock.now - begin > 4 * BLOCKS
+    assert f"{predicted:.4g} s" in str(engine.units)
     engine.close(restore=False)
 
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
+from tests.forwards.peak import Peak
 from tests.parallel.models import build, kind_of, tokens_of
 from tests.parallel.runs import compare, divided, plain
 from zeroshard.forwards.tiled import ROW_BYTES
-from zeroshard.memory.activations import LiveBytes
 
 ROWS, WIDTH, CLASSES = 21, 8, 13
 REMEDY = r"zeroshard\.tiled_cross_entropy in "
@@ -95,21 +95,12 @@ def test_in_bfloat16_and_under_autocast_the_gradient_of_the_weight_is_added_up_i
 def test_the_logits_of_a_tile_are_all_that_is_there():
     num, width, classes, tiles = 512, 16, 2048, 16
     head, hidden = nn.Linear(width, classes, bias=False), torch.randn(num, width, requires_grad=True)
-    peak = 0
-
-    class Peak(LiveBytes):
-        def __torch_dispatch__(self, *call):
-            nonlocal peak
-            result = super().__torch_dispatch__(*call)
-            peak = max(peak, self.now)
-            return result
-
     targets = torch.zeros(num, dtype=torch.long)
-    with Peak([head.weight, hidden, targets]):
+    with Peak([head.weight, hidden, targets]) as live:
         zeroshard.tiled_cross_entropy(hidden, targets, head, tiles=tiles).backward()
     tile, gradients = num // tiles * classes * ROW_BYTES, hidden.nbytes + 2 * head.weight.nbytes
     # A summand of the weight's gradient, or what the backward gives; and a few numbers of each row.
-    assert tile < peak < 1.02 * (tile + gradients) + 40 * num < num * classes * 4
+    assert tile < live.peak < 1.02 * (tile + gradients) + 40 * num < num * classes * 4
 
 
 def even(name):

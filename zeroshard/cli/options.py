@@ -119,11 +119,12 @@ class EstimateOptions(NamedTuple):
         optimizer_bits: bits of each of Adam's two states (default: 32)
         stage: ZeRO stage (default: all, side by side)
         config: config of zeroshard, .json or .toml, in place of --stage, --precision, --tp, --pp,
-            --microbatches and --recompute
+            --microbatches, --recompute and --memory-budget
         tp: tensor ranks that divide each layer (default: none, 1)
         pp: ranks of the pipeline of a model, not a number (default: none, 1)
         microbatches: micro-batches of a pipeline's batch
-        recompute: recompute the activations of units
+        recompute: recompute the activations of units; auto: of as few as --memory-budget allows
+        memory_budget: bytes that a rank may use of its device, such as 60GB, for --recompute auto
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
         length: tokens of a sample (default: all)
         lora: train adapters of this rank in a model, not a number; needs peft
@@ -136,6 +137,7 @@ class EstimateOptions(NamedTuple):
         zeroshard estimate 7B --precision bf16
         zeroshard estimate 7B --stage 3 --ranks 32 --optimizer-bits 8
         zeroshard estimate 7B --precision bf16 --tp 4 --tokens 8192
+        zeroshard estimate 7B --precision bf16 --tokens 8192 --recompute auto --memory-budget 60GB
         zeroshard estimate base-model --precision bf16
         zeroshard estimate base-model/config.json --config zeroshard.toml
         zeroshard estimate 13B --memory 80GB --host 1TiB --ranks 8 --precision bf16 --tokens 8192
@@ -151,7 +153,8 @@ class EstimateOptions(NamedTuple):
     tp: Number | None = None
     pp: Number | None = None
     microbatches: Number | None = None
-    recompute: Literal["none", "unit"] | None = None
+    recompute: Literal["none", "unit", "auto"] | None = None
+    memory_budget: Size | None = None
     tokens: Number = 0
     length: Number = 0
     lora: Number | None = None

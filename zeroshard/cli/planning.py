@@ -26,7 +26,7 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.memory.activations import typical_sizes
+from zeroshard.memory.activations import RECOMPUTED, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.sharded import count_elements
@@ -64,11 +64,11 @@ class _Tried(NamedTuple):
     def cost(self) -> tuple[float, ...]:
         """Its place in the order."""
         config, found = self.config, self.estimate
-        place = _TIERS.index(self.tiers), config.recompute == "unit", found.wire_bytes_per_step
+        place = _TIERS.index(self.tiers), config.recompute in RECOMPUTED, found.wire_bytes_per_step
         return *place, config.stage == 3, -self.bits, found.peak
 
     def __str__(self) -> str:
-        recomputed = ["recompute"] if self.config.recompute == "unit" else []
+        recomputed = ["recompute"] if self.config.recompute in RECOMPUTED else []
         tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
         offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
         if share := self.config.offload.device_fraction:
@@ -129,11 +129,11 @@ _ORDER = (
 
 def estimate(options: EstimateOptions) -> None:
     """Run `zeroshard estimate`."""
-    names = ("stage", "precision", "tp", "pp", "microbatches", "recompute")
+    names = ("stage", "precision", "tp", "pp", "microbatches", "recompute", "memory_budget")
     if options.config is not None and any(getattr(options, name) is not None for name in names):
         raise ValueError(
             "--config has stage, precision, mesh, pipeline and recompute: leave out --stage, --precision, "
-            "--tp, --pp, --microbatches and --recompute"
+            "--tp, --pp, --microbatches, --recompute and --memory-budget"
         )
     _refuse_unused(options)
     model = _model(options)
@@ -161,6 +161,7 @@ def _refuse_unused(options: EstimateOptions) -> None:
         ("host", fits, "--memory"),
         ("nvme", fits and options.host, "--memory and --host"),
         ("length", options.tokens, "--tokens"),
+        ("memory_budget", options.tokens and options.recompute == "auto", "--tokens and --recompute auto"),
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
@@ -189,6 +190,7 @@ def _configs(options: EstimateOptions) -> list[Config]:
         mesh=_given(tp=options.tp, pp=options.pp),
         pipeline=_given(num_microbatches=options.microbatches),
         recompute=options.recompute,
+        memory_budget=options.memory_budget,
     )
     return [Config.parse({"stage": stage, **given}) for stage in stages]
 

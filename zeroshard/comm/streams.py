@@ -108,32 +108,34 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._points: list[Any] = []
-        """Events, or seconds of the host's clock."""
+        self._spans: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
-        self._note()
+        self._begin = self.point()
 
     def __exit__(self, *_: object) -> None:
-        self._note()
+        self.add(self._begin)
 
-    def _note(self) -> None:
+    def point(self) -> Any:
+        """Return the point after the work so far: an event, or seconds of the host's clock."""
         if not has_streams(self._device):
-            self._points.append(time.perf_counter())
-            return
+            return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         torch.accelerator.current_stream(self._device).record_event(event)
-        self._points.append(event)
+        return event
+
+    def add(self, begin: Any) -> None:
+        """Add the work from a point to here."""
+        self._spans.append((begin, self.point()))
 
     def read(self) -> list[float]:
         """Return the seconds of each piece of work since the last call; the host waits for its end."""
-        points, self._points = self._points, []
-        pairs = zip(points[::2], points[1::2], strict=True)
+        spans, self._spans = self._spans, []
         if not has_streams(self._device):
-            return [end - begin for begin, end in pairs]
-        if points:
-            points[-1].synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+            return [end - begin for begin, end in spans]
+        for _, end in spans[-1:]:
+            end.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in spans]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,20 @@ from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards import activations
 from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
 from zeroshard.forwards.keeping import (
+    KEEP,
+    NO_LINK,
+    OFFLOAD,
+    OFFLOAD_INPUT,
+    RECOMPUTE,
     KeepingPlan,
     Link,
-    Option,
     StageCosts,
     Tree,
     UnitCosts,
     choose_keeping,
     plan_chain,
     simulate,
-    tree_of,
+    unit_costs,
 )
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
@@ -53,30 +57,35 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
-_KEEP, _RECOMPUTE, _OFFLOAD, _OFFLOAD_INPUT = "keep", "recompute", "offload", "offload input"
-_NO_LINK = Link(to_host=1.0, from_host=1.0)
-_LINK_BYTES = 1 << 26
-"""Bytes that are copied each way to measure the link."""
+_LINK_BYTES, _ROUNDS = 1 << 26, 5
+"""Bytes that are copied each way to measure the link, and how often."""
+
+
+class _Saved(NamedTuple):
+    """Bytes of the forward of a unit, without memory that several units were given."""
+
+    total: int = 0
+    """Bytes that its backward needs, inputs included."""
+    inputs: int = 0
+    """The part of its inputs."""
+    moved: int = 0
+    """The part that may go to the host."""
+    output: int = 0
+    more: int = 0
+    """Bytes that its backward needs, and of its output, besides its inputs."""
 
 
 @dataclass(slots=True)
 class _Measured:
     """Units of one class with parameters of the same sizes; the last of them is measured."""
 
-    watch: Stopwatch
-    saved: int = 0
-    """The most bytes that its forward has saved, inputs included."""
-    inputs: int = 0
-    """The most bytes of the tensors among its inputs."""
-    seconds: list[float] = field(default_factory=list)
-    """Those of its forwards."""
-    moved: int = 0
-    """The part of `saved` that may go to the host."""
-    output: int = 0
-    """The most bytes of its output."""
-    apart: int = 0
-    """The most bytes that it has saved besides its inputs and its output."""
-    storages: dict[int, int] = field(default_factory=dict)
+    watches: tuple[Stopwatch, Stopwatch]
+    """Of its forwards and of its backwards."""
+    seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """The seconds of each."""
+    most: _Saved = field(default_factory=_Saved)
+    """The forward that has saved most."""
+    saved: dict[int, int] = field(default_factory=dict)
     """The bytes of what the last forward has saved, by storage."""
     given: set[int] = field(default_factory=set)
     """The storages of its inputs."""
@@ -84,54 +93,37 @@ class _Measured:
     """The bytes of its output, by storage."""
 
     def add_up(self, shared: Collection[int]) -> None:
-        """Add up the bytes of the last forward without those that several units have been given."""
-        own = {key: num for key, num in self.storages.items() if key not in shared}
-        self.saved = max(self.saved, sum(own.values()))
-        self.inputs = max(self.inputs, sum(num for key, num in own.items() if key in self.given))
-        self.moved = max(self.moved, sum(num for num in own.values() if num >= activations.LEAST_BYTES))
-        self.output = max(self.output, sum(self.made.values()))
-        others = own.keys() - self.given - self.made.keys()
-        self.apart = max(self.apart, sum(own[key] for key in others))
+        """Read what the last forward has saved, without storages that several units have been given."""
+        own = {key: num for key, num in self.saved.items() if key not in shared}
+        found = _Saved(
+            total=sum(own.values()),
+            inputs=sum(num for key, num in own.items() if key in self.given),
+            moved=sum(num for num in own.values() if num >= activations.LEAST_BYTES),
+            output=sum(self.made.values()),
+            more=sum(num for key, num in (own | self.made).items() if key not in self.given),
+        )
+        self.most = max(self.most, found)
+        self.saved, self.given, self.made = {}, set(), {}
+
+    def read(self) -> None:
+        """Read the watches."""
+        for own, watch in zip(self.seconds, self.watches, strict=True):
+            own += watch.read()
 
     def reset(self) -> None:
-        """Forget what was measured."""
-        self.saved = self.inputs = self.moved = self.output = self.apart = 0
-        self.seconds.clear()
-        self.watch.read()
+        """Drop what was measured."""
+        self.read()
+        self.seconds, self.most = ([], []), _Saved()
 
-    def costs(self, link: Link | None) -> UnitCosts:
-        """What the plan needs to know; the backward takes twice as long as the forward.
-
-        Args:
-            link: the link to the host, if activations may go there. Compute waits for the copies of a unit
-                beside the next one, so what a forward or backward leaves of their time is lost.
-        """
-        forward, saved, inputs = min(self.seconds, default=0.0), self.saved, self.inputs
-        options = [
-            Option(name=_KEEP, held=saved, working=saved),
-            Option(name=_RECOMPUTE, held=inputs, working=saved, backward=forward),
-        ]
-        if not self.seconds:  # it has not run: nothing is known of what it would keep
-            return UnitCosts(forward=0.0, backward=0.0, options=tuple(options[1:]))
-        if link is not None:
-            for name, moved, again in ((_OFFLOAD, self.moved, 0.0), (_OFFLOAD_INPUT, inputs, forward)):
-                options.append(
-                    Option(
-                        name=name,
-                        held=0 if again else saved - moved,
-                        moved=moved,
-                        working=saved,
-                        forward=max(0.0, moved / link.to_host - forward),
-                        backward=again + max(0.0, moved / link.from_host - 2 * forward),
-                    )
-                )
-        return UnitCosts(forward=forward, backward=2 * forward, options=tuple(options))
-
-    @property
-    def stage(self) -> StageCosts:
-        """What the plan of a chain needs to know."""
-        forward, saved = min(self.seconds, default=0.0), self.apart + self.output
-        return StageCosts(forward=forward, backward=2 * forward, output=self.output, saved=saved)
+    def costs(self, link: Link | None) -> tuple[UnitCosts, StageCosts]:
+        """Return the costs for a plan of all units, and for a plan of a chain."""
+        forward = min(self.seconds[0], default=0.0)
+        backward = min(self.seconds[1], default=2 * forward)  # its input needs no gradient
+        total, inputs, moved, output, more = self.most
+        unit = unit_costs(forward, backward, total, inputs, moved, link)
+        if not self.seconds[0]:  # it has not run: nothing is known of what it would keep
+            unit = replace(unit, options=unit.options[1:2])
+        return unit, StageCosts(forward=forward, backward=backward, output=output, saved=more)
 
 
 class Budget:
@@ -175,12 +167,12 @@ class Budget:
         ]
         self._measured = set({key: number for number, key in enumerate(alike)}.values())
         """The units that are measured, the last ones: inputs of the first ones may need no gradient."""
-        self._distinct = {key: _Measured(Stopwatch(self._device)) for key in alike}
+        self._distinct = {key: _Measured((Stopwatch(self._device), Stopwatch(self._device))) for key in alike}
         self._kinds = [self._distinct[key] for key in alike]
         """Of each unit."""
         for number, module in enumerate(modules):
             own = [units[0], by_module[module]]
-            changes.around(module, _RECOMPUTE, functools.partial(self._chosen, number, module, own))
+            changes.around(module, RECOMPUTE, functools.partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice comes last."""
         root = units[0].module
@@ -191,16 +183,18 @@ class Budget:
         self._modules = modules
         self.tree: Tree | None = None
         """The plan of the chain, if that is what is run."""
+        self._room = 0
+        """The bytes that the last plan had for activations."""
         if self._is_chain:
             changes.around(root, "chain", self._chained)
         self._largest = [-1] * len(modules)
         """The most bytes of the tensors that each unit was given."""
         self._seen = -1
-        self._uses, self._called = Counter[int](), set[int]()
-        """How many units of a forward have been given each storage; and the units that were called."""
-        self._is_new = True
-        """True from the begin of a forward to that of its first unit."""
-        changes.hook(root.register_forward_pre_hook(self._open))
+        self._uses = Counter[int]()
+        """How many units of a forward have been given each storage."""
+        self.seconds: dict[nn.Module, float] = {}
+        """The predicted seconds of forward and backward of each unit; empty while units are measured."""
+        changes.hook(root.register_forward_pre_hook(self._begin))
         self._restart()
 
     def _restart(self) -> None:
@@ -209,22 +203,20 @@ class Budget:
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
         self.tree = None
+        self.seconds.clear()
         self._uses.clear()
         self.take_peak()
-        self._name(_KEEP if number in self._measured else _RECOMPUTE for number in range(len(self._kinds)))
+        self._name(KEEP if number in self._measured else RECOMPUTE for number in range(len(self._kinds)))
         for kind in self._distinct.values():
             kind.reset()
-
-    def _open(self, *_: object) -> None:
-        self._is_new = True
 
     def _chosen(
         self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        ways = {_KEEP: forward, _RECOMPUTE: checkpointed(module, forward)}
+        ways = {KEEP: forward, RECOMPUTE: checkpointed(module, forward)}
         if self._moving is not None:
             offload = functools.partial(offloading, self._moving, units)
-            ways |= {_OFFLOAD: offload(forward), _OFFLOAD_INPUT: offload(ways[_RECOMPUTE])}
+            ways |= {OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(ways[RECOMPUTE])}
         flats = [buffer.full for unit in units for buffer in unit.buffers]
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -233,31 +225,25 @@ class Budget:
             given = _bytes_of((args, kwargs))
             self._enter(number, given)
             name = self.names[number]
-            if self._moving is not None and name in (_KEEP, _RECOMPUTE):
+            if self._moving is not None and name in (KEEP, RECOMPUTE):
                 self._moving.begin_segment()  # the copies of the unit before begin
-            if self.plan is not None:
-                return ways[name](*args, **kwargs)
-            self._uses.update(given.keys())
-            if name == _RECOMPUTE:
+            if self.plan is None:
+                self._uses.update(given.keys())
+            if self.plan is not None or name == RECOMPUTE:
                 return ways[name](*args, **kwargs)
             kind = self._kinds[number]
-            if number not in self._called:  # a unit that is called again keeps that of its calls so far
-                kind.storages, kind.given = {}, set()
-                self._called.add(number)
-            kind.storages |= given
+            kind.saved |= given
             kind.given |= given.keys()
-            with self._noting(kind.storages, flats), kind.watch:
+            with self._noting(kind.saved, flats), kind.watches[0]:
                 output = forward(*args, **kwargs)
             kind.made = _bytes_of(output)
+            _time_backward(kind.watches[1], (args, kwargs), output)
             return output
 
         return chosen
 
     def _enter(self, number: int, given: Mapping[int, int]) -> None:
-        """Begin a unit that is given storages with so many bytes."""
-        if self._is_new:
-            self._is_new = False
-            self._begin()
+        """Measure anew if a unit is given more than ever: storages with so many bytes."""
         if (size := sum(given.values())) > self._largest[number]:
             self._largest[number] = size
             if self.plan is not None:
@@ -277,7 +263,7 @@ class Budget:
             if isinstance(part, int):
                 x = self._modules[part](x)
             else:
-                inside = nn.ModuleList(self._modules[number] for number in _stages(part))
+                inside = nn.ModuleList(self._modules[number] for number, _ in _depths(part))
                 x = checkpointed(inside, functools.partial(self._run, part))(x)
         return x
 
@@ -294,63 +280,55 @@ class Budget:
 
         return saved_tensors_hooks(pack, lambda saved: saved())
 
-    def _begin(self) -> None:
+    def _begin(self, *_: object) -> None:
         """Begin a forward."""
+        if not torch.is_grad_enabled() or is_in_backward():
+            return
         has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
         if self.plan is None:
             shared = {key for key, num in self._uses.items() if num > 1}
             for kind in self._distinct.values():
                 kind.add_up(shared)
         self._uses.clear()
-        self._called.clear()
         if has_stepped and self._steps < PLANNED:
             self._steps += 1
             for kind in self._distinct.values():
-                kind.seconds += kind.watch.read()
+                kind.read()
             if self._steps >= PROBED:
                 self._plan()
 
     def _plan(self) -> None:
-        if self._moving is not None and self._steps == PROBED:
-            self._link = measure_link(self._context)
-        costs = [kind.costs(self._link) for kind in self._kinds]
-        link = self._link or _NO_LINK
-        taken = [
-            next((option for option in unit.options if option.name == name), unit.options[0])
-            for unit, name in zip(costs, self.names, strict=True)
-        ]
-        before = simulate(costs, taken, self.num_bytes, link).peak
-        beside = self.take_peak() - (before if self._device.type != "cpu" else 0)
-        room = self.num_bytes - beside
-        try:
-            self.plan = choose_keeping(costs, room, link)
-        except ValueError:
-            least = [min(unit.options, key=lambda option: option.held + option.moved) for unit in costs]
-            self.plan = simulate(costs, least, room, link)
+        is_first = self._steps == PROBED
+        if self._moving is not None and is_first:
+            self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
+        costs, stages = zip(*(kind.costs(self._link) for kind in self._kinds), strict=True)
+        link, others = self._link or NO_LINK, self.take_peak()
+        if self._device.type != "cpu":
+            taken = [
+                next((option for option in unit.options if option.name == name), unit.options[0])
+                for unit, name in zip(costs, self.names, strict=True)
+            ]
+            expected = simulate(costs, taken, self.num_bytes, link).peak
+            others -= expected if self.tree is None else self._room
+        self._room = room = self.num_bytes - others
+        self.plan, self.tree = choose_keeping(costs, room, link), None
         self._name(option.name for option in self.plan.options)
-        if self._is_chain and all(kind.seconds for kind in self._kinds):
-            self._plan_chain(self.plan, room)
-        if self.plan.peak > room and self.tree is None and self._steps == PROBED:
-            budget, others, own = map(format_bytes, (self.num_bytes, beside, self.plan.peak))
+        times: Iterable[float] = self.plan.times
+        is_chain = self._is_chain and all(kind.seconds[0] for kind in self._kinds)
+        chain = plan_chain(stages, self._largest[0], room) if is_chain else None
+        if chain is not None and (chain.seconds < self.plan.seconds or self.plan.peak > room):
+            # Rotor's plan, where a choice for each unit is slower or does not fit.
+            self.tree, depths = chain.tree, dict(_depths(chain.tree))
+            self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(stages)))
+            times = [(1 + depths[n]) * one.forward + one.backward for n, one in enumerate(stages)]
+        elif self.plan.peak > room and is_first:
+            budget, rest, own = map(format_bytes, (self.num_bytes, others, self.plan.peak))
             warn_user(
-                f"memory_budget: {budget} are not enough for this batch: all else takes {others}, and "
-                f"activations {own} even where each unit recomputes. Take fewer samples, or "
+                f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
+                f"activations {own} even where units recompute. Take fewer samples, or "
                 "offload.optimizer='cpu'"
             )
-
-    def _plan_chain(self, flat: KeepingPlan, room: int) -> None:
-        """Take Rotor's plan if a choice for each unit is slower or does not fit."""
-        self.tree = None
-        try:
-            found = plan_chain([kind.stage for kind in self._kinds], self._largest[0], room)
-        except ValueError:
-            return
-        if found.seconds < flat.seconds or flat.peak > room:
-            self.tree = tree_of(found.tasks)
-            self._name([_KEEP] * len(self._kinds))
-            for part in self.tree:
-                for number in () if isinstance(part, int) else _stages(part):
-                    self._shown[number][-1] = _RECOMPUTE
+        self.seconds = dict(zip(self._modules, times, strict=True))
 
     def _name(self, names: Iterable[str]) -> None:
         self.names = list(names)
@@ -359,26 +337,49 @@ class Budget:
             stack[-1] = name
 
 
-def _stages(tree: Tree) -> Iterator[int]:
-    """Yield the stages of a tree."""
+def _depths(tree: Tree, depth: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield each stage of a tree, and how often it is computed again."""
     for part in tree:
-        yield from (part,) if isinstance(part, int) else _stages(part)
+        if isinstance(part, int):
+            yield part, depth
+        else:
+            yield from _depths(part, depth + 1)
 
 
-def measure_link(context: Context) -> Link:
-    """Copy bytes to the host and back; the host waits.
+def _time_backward(watch: Stopwatch, given: Any, output: Any) -> None:
+    """Time the backward of a forward, from the gradient of its output to the gradient of its input."""
+    made, inputs = (
+        [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.requires_grad]
+        for values in (output, given)
+    )
+    if made and inputs:
+        begins: list[Any] = []
+        made[0].register_hook(lambda _: begins.append(watch.point()))
+        inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
 
-    Returns:
-        The bytes per second in each direction, with nothing else on the link.
-    """
-    near = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=context.device)
-    far, watch = context.memory.host(_LINK_BYTES), Stopwatch(context.device)
-    for target, values in ((far, near), (near, far)):
-        target.copy_(values, non_blocking=True)  # once, so that both are mapped
+
+def rate(device: torch.device, amount: float, work: Callable[[], object]) -> float:
+    """Return an amount per second of some work on the current stream, the best of some rounds."""
+    work()  # kernels are loaded and memory is mapped
+    watch = Stopwatch(device)
+    for _ in range(_ROUNDS):
         with watch:
-            target.copy_(values, non_blocking=True)
-    to_host, from_host = (_LINK_BYTES / max(seconds, 1e-9) for seconds in watch.read())
-    return Link(to_host=to_host, from_host=from_host)
+            work()
+    return amount / max(min(watch.read()), 1e-9)
+
+
+def measure_link(device: torch.device, far: Tensor) -> Link:
+    """Copy bytes to the host and back, with nothing else on the link; the host waits.
+
+    Args:
+        device: the device.
+        far: pinned host memory, uint8.
+    """
+    near = torch.empty_like(far, device=device)
+    return Link(
+        to_host=rate(device, far.nbytes, lambda: far.copy_(near, non_blocking=True)),
+        from_host=rate(device, far.nbytes, lambda: near.copy_(far, non_blocking=True)),
+    )
 
 
 def budget_of(given: float | None, device: torch.device) -> int:

@@ -47,11 +47,10 @@ keep what they have saved until its backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,35 +64,26 @@ _COPYING = 1e-4
 copies least is taken."""
 
 
+KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT = "keep", "recompute", "offload", "offload input"
+"""The names of the options of a unit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A way in which a unit may keep what its backward needs.
-
-    Raises:
-        ValueError: the unit holds more after its forward than while it runs.
-    """
+    """A way in which a unit may keep what its backward needs."""
 
     name: str
-    """Its name, such as keep, recompute or offload."""
     held: int = 0
     """Bytes on the device from the forward to the backward."""
     moved: int = 0
     """Bytes that go to the host after the forward, and are back before the backward."""
     working: int
-    """The most bytes while the forward or backward of the unit runs. The bytes that it saves count, those of
-    units before it do not."""
+    """The most bytes while the forward or backward of the unit runs, at least held + moved. The bytes that it
+    saves count, those of units before it do not."""
     forward: float = 0.0
     """Seconds that it adds to the forward."""
     backward: float = 0.0
     """Seconds that it adds to the backward: a second forward, with its gather if there is one."""
-
-    def __post_init__(self) -> None:
-        leaves = self.held + self.moved
-        if self.working < leaves:
-            raise ValueError(
-                f"option {self.name!r}: expected working to be at least held + moved = {leaves} bytes, got "
-                f"{self.working}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +116,58 @@ class Link:
         return min(leave, self.from_host * (unit.backward + option.backward))
 
 
+NO_LINK = Link(to_host=1.0, from_host=1.0)
+"""The link where nothing moves."""
+
+
+def unit_costs(
+    forward: float,
+    backward: float,
+    saved: int,
+    inputs: int,
+    moved: int = 0,
+    link: Link | None = None,
+    working: int = 0,
+) -> UnitCosts:
+    """Return the costs of a unit that keeps, recomputes, or sends to the host.
+
+    Args:
+        forward: seconds of its forward.
+        backward: seconds of its backward.
+        saved: bytes that its backward needs, inputs included.
+        inputs: bytes of its inputs among them.
+        moved: the bytes of `saved` that may go to the host.
+        link: the link to the host, if activations may go there. Compute waits for the copies of a unit beside
+            the next one, so what a forward or backward leaves of their time is lost.
+        working: the most bytes while it runs, if these are more than it saves.
+    """
+    working = max(working, saved)
+    options = [
+        Option(name=KEEP, held=saved, working=working),
+        Option(name=RECOMPUTE, held=inputs, working=working, backward=forward),
+    ]
+    if link is not None:
+        for name, num, again in ((OFFLOAD, moved, 0.0), (OFFLOAD_INPUT, inputs, forward)):
+            options.append(
+                Option(
+                    name=name,
+                    held=0 if again else saved - num,
+                    moved=num,
+                    working=working,
+                    forward=max(0.0, num / link.to_host - forward),
+                    backward=again + max(0.0, num / link.from_host - backward),
+                )
+            )
+    return UnitCosts(forward=forward, backward=backward, options=tuple(options))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingPlan:
     """The options of all units, in the order of the forward, and the step that follows from them."""
 
     options: tuple[Option, ...]
-    seconds: float
-    """Seconds of the forward and backward of all units."""
+    times: tuple[float, ...]
+    """Seconds of the forward and backward of each unit, with its waits."""
     peak: int
     """The most bytes at once."""
     before: tuple[float, ...]
@@ -140,6 +175,11 @@ class KeepingPlan:
     backward."""
     beside: tuple[float, ...]
     """For each unit: bytes that leave beside its forward and come back beside its backward."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the forward and backward of all units."""
+        return sum(self.times)
 
 
 def simulate(units: Sequence[UnitCosts], options: Sequence[Option], budget: int, link: Link) -> KeepingPlan:
@@ -153,26 +193,21 @@ def simulate(units: Sequence[UnitCosts], options: Sequence[Option], budget: int,
         budget: bytes that the device has for activations.
         link: the link to the host.
     """
-    before, beside = [], []
-    seconds = peak = held = waiting = 0.0
+    before, beside, times = [], [], []
+    peak = held = waiting = 0.0
     for unit, option in zip(units, options, strict=True):
         before.append(min(waiting, max(0.0, waiting + held + option.working - budget)))
         waiting -= before[-1]
         peak = max(peak, held + waiting + option.working)
         beside.append(min(waiting, link.beside(unit, option)))
-        seconds += before[-1] / link.to_host + unit.forward + option.forward
+        own = unit.forward + option.forward + unit.backward + option.backward
+        times.append(own + before[-1] * link.both_ways)
         waiting += option.moved - beside[-1]
         held += option.held
-    for number in reversed(range(len(units))):
-        unit, option = units[number], options[number]
-        held -= option.held
-        waiting += beside[number] - option.moved
-        peak = max(peak, held + waiting + option.working)
-        seconds += unit.backward + option.backward + before[number] / link.from_host
-        waiting += before[number]
+    # By [Note: Mirror] the device holds the same bytes during the backward.
     return KeepingPlan(
         options=tuple(options),
-        seconds=seconds,
+        times=tuple(times),
         peak=math.ceil(peak),
         before=tuple(before),
         beside=tuple(beside),
@@ -186,20 +221,15 @@ def choose_keeping(
 
     Args:
         units: the costs of all units, in the order of the forward.
-        budget: bytes that the device has for activations.
+        budget: bytes that the device has for activations. If no plan fits into them, the least budget into
+            which one fits is taken: the peak of the plan is above `budget` then.
         link: the link to the host.
         num_slots: parts of the budget that states are told apart by.
-
-    Raises:
-        ValueError: no plan fits into the budget; the text names the least one.
     """
     needs = [0]
     for unit in reversed(units):
         needs.append(min(max(option.working, option.held + needs[-1]) for option in unit.options))
-    if budget < needs[-1]:
-        raise ValueError(
-            f"expected a memory budget of at least {needs[-1]} bytes for activations, got {budget}"
-        )
+    budget = max(budget, needs[-1])
     states = np.zeros((3, 1))
     trail: list[tuple[Any, Any]] = []
     for unit, need in zip(units, reversed(needs[:-1]), strict=True):
@@ -235,25 +265,16 @@ def _select(states: Any, slot: float, link: Link) -> Any:
     """Return the numbers of the states [3, n] that are fastest in their cell and no worse than any other."""
     held = (states[0] / slot).astype(np.int64)
     waiting = (states[1] / max(states[1].max() / WAITING_SLOTS, 1e-9)).astype(np.int64)
-    seconds = np.full((held.max() + 1, waiting.max() + 1), np.inf)
-    numbers = np.zeros_like(seconds, np.int64)
     order = states[2].argsort(kind="stable")[::-1]  # of several values for a cell the last one stays
-    seconds[held[order], waiting[order]] = states[2][order]
-    numbers[held[order], waiting[order]] = order
-    best = numbers[seconds < _least_of_less(seconds)]
+    cells = held[order], waiting[order]
+    seconds = np.full((held.max() + 1, waiting.max() + 1), np.inf)
     # A state where more bytes wait is better if it is still as early after waiting for them.
-    later = np.full_like(seconds, np.inf)
-    later[held[best], waiting[best]] = states[2][best] + states[1][best] * link.both_ways
-    return numbers[later < _least_of_less(later[:, ::-1])[:, ::-1]]
-
-
-def _least_of_less(values: Any) -> Any:
-    """Return for each place of a matrix the least value at other places with no more of both numbers."""
-    least = np.minimum.accumulate(np.minimum.accumulate(values, 0), 1)
-    others = np.full_like(values, np.inf)
-    others[1:] = least[:-1]
-    others[:, 1:] = np.minimum(others[:, 1:], least[:, :-1])
-    return others
+    numbers, later = np.zeros_like(seconds, np.int64), seconds.copy()
+    numbers[cells], seconds[cells] = order, states[2][order]
+    later[cells] = states[2][order] + states[1][order] * link.both_ways
+    least = np.minimum.accumulate(np.minimum.accumulate(seconds, 0), 1)
+    least_later = np.minimum.accumulate(np.minimum.accumulate(later, 0)[:, ::-1], 1)[:, ::-1]
+    return numbers[np.isfinite(seconds) & (seconds <= least) & (later <= least_later)]
 
 
 # ------------------------------------------------------------------------------------------------- chains
@@ -271,38 +292,26 @@ class StageCosts:
     """Bytes of the output; its gradient has as many."""
     saved: int
     """Bytes that the backward needs besides the input of the stage; the output counts."""
-    forward_extra: int = 0
-    """Bytes that the forward holds for itself while it runs."""
-    backward_extra: int = 0
-    """The same of the backward, where the gradients of input and output are not held in turn but at once:
-    those of the input."""
 
 
-class ChainTask(NamedTuple):
-    """A task of a sequence.
+Tree = list[Any]
+"""Stages that save all, by number, and, as trees of their own, runs of stages that are computed again.
 
-    - forward: compute the output of the stage without autograd, and drop its input.
-    - keep: compute the output without autograd, and keep the input.
-    - save: compute the output with autograd, and keep the input.
-    - backward: give the gradient of the input for that of the output; drop all that the stage has saved and,
-      unless the stage before has saved it as its output, the input.
-    """
-
-    kind: Literal["forward", "keep", "save", "backward"]
-    stage: int
+Nested checkpoints carry it out: a checkpoint around a tree inside keeps its input alone.
+"""
 
 
 class ChainPlan(NamedTuple):
     """The fastest sequence."""
 
     seconds: float
-    tasks: tuple[ChainTask, ...]
+    tree: Tree
 
 
 def plan_chain(
-    stages: Sequence[StageCosts], input_bytes: int, budget: int, num_slots: int = 500
-) -> ChainPlan:
-    """Return the fastest sequence of tasks whose bytes stay within a budget, and its time.
+    stages: Sequence[StageCosts], input_bytes: int, budget: int, num_slots: int = SLOTS
+) -> ChainPlan | None:
+    """Return the fastest sequence whose bytes stay within a budget; None if no sequence does.
 
     It takes O(L^3 slots) for L stages. Sizes are rounded up to slots: with integer sizes and no more bytes
     in the budget than slots the result is the optimum, otherwise it may be slower.
@@ -312,131 +321,41 @@ def plan_chain(
         input_bytes: bytes of the input of the first stage, which is there from begin to end.
         budget: bytes that the device has for the input, activations and gradients of the chain.
         num_slots: parts of the budget that sizes are counted in.
-
-    Raises:
-        ValueError: no sequence fits into the budget; the text names a budget into which one fits.
-    """
-    table, enough = _Table(stages, input_bytes, budget, num_slots), budget
-    while table.least > table.room:
-        enough = -(-enough * table.least // table.room) if enough > 0 else table.least
-        table = _Table(stages, input_bytes, enough, num_slots)
-    if enough > budget:
-        raise ValueError(f"expected a memory budget of at least {enough} bytes for the chain, got {budget}")
-    return table.solve()
-
-
-Tree = list[Any]
-"""Stages that save all, by number, and, as trees of their own, runs of stages that are computed again."""
-
-
-def tree_of(tasks: Sequence[ChainTask]) -> Tree:
-    """Return how nested checkpoints carry a sequence out: one around a tree inside keeps its input alone."""
-
-    def parse(at: int) -> tuple[Tree, int]:
-        kind, stage = tasks[at]
-        at += 1
-        if kind == "keep":
-            while tasks[at].kind == "forward":
-                at += 1
-            rest, at = parse(at)
-            again, at = parse(at)
-            return [again, *rest], at
-        rest = []
-        if tasks[at] != ("backward", stage):
-            rest, at = parse(at)
-        return [stage, *rest], at + 1
-
-    return parse(0)[0]
-
-
-class _Table:
-    """The recurrence for all parts of a chain and all bytes, in slots.
-
-    Args:
-        stages: the stages.
-        input_bytes: bytes of the input of the first one.
-        budget: bytes.
-        num_slots: slots of the budget.
     """
 
-    def __init__(self, stages: Sequence[StageCosts], input_bytes: int, budget: int, num_slots: int) -> None:
-        def slots(size: int) -> int:
-            return size if budget <= num_slots else -(-size * num_slots // budget)
+    def slots(size: int) -> int:
+        return size if budget <= num_slots else -(-size * num_slots // budget)
 
-        self._stages, self._last = stages, len(stages) - 1
-        self.room = min(budget, num_slots)
-        """Slots of the budget."""
-        self._saved = [slots(stage.saved) for stage in stages]
-        self._forward = [slots(stage.forward_extra) for stage in stages]
-        self._backward = [slots(stage.backward_extra) for stage in stages]
-        self._sizes = [slots(input_bytes), *(slots(stage.output) for stage in stages)]
-        """The input of each stage, and the output of the last one."""
+    num = len(stages)
+    saved = [slots(stage.saved) for stage in stages]
+    sizes = [slots(input_bytes), *(slots(stage.output) for stage in stages)]
+    room = min(budget, num_slots) - sizes[0]
+    if room < 0:
+        return None
+    shape = (num, num, room + 1)
+    cost, with_input, choice = np.empty(shape), np.empty(shape), np.empty(shape, np.int16)
+    ahead = np.array([0.0, *accumulate(stage.forward for stage in stages)])
+    for first, last in ((first, first + more) for more in range(num) for first in range(num - more)):
+        saves = np.full(room + 1, float(stages[first].forward + stages[first].backward))
+        if first < last:
+            saves += _later(cost[first + 1, last], saved[first])
+        saves[: saved[first] + max(sizes[first + 1], sizes[last + 1])] = np.inf
+        inner = slice(first + 1, last + 1)
+        splits = with_input[inner, last] + cost[first, first:last] + (ahead[inner] - ahead[first])[:, None]
+        passed = [sizes[stage] + sizes[stage + 1] for stage in range(first + 1, last)]
+        splits[:, : sizes[last + 1] + max([sizes[first + 1], *passed])] = np.inf
+        ways = np.vstack([saves, splits])
+        choice[first, last], cost[first, last] = ways.argmin(0), ways.min(0)
+        with_input[first, last] = _later(cost[first, last], sizes[first])
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """All parts of the chain, (first stage, last stage), the shorter ones first."""
-        return (
-            (first, first + size) for size in range(self._last + 1) for first in range(self._last + 1 - size)
-        )
+    def tree(first: int, last: int, room: int) -> Tree:
+        split = first + int(choice[first, last, room])
+        if split > first:
+            return [tree(first, split - 1, room), *tree(split, last, room - sizes[split])]
+        return [first, *(tree(first + 1, last, room - saved[first]) if first < last else [])]
 
-    def _to_save(self, first: int, last: int) -> int:
-        """Slots for the first stage of a part alone, if it is saved."""
-        before = self._sizes[last + 1] + self._forward[first]
-        return self._saved[first] + max(before, self._sizes[first + 1] + self._backward[first])
-
-    def _to_pass(self, first: int, last: int) -> int:
-        """Slots for the forwards of a part but the last stage, without saving."""
-        sizes, extra = self._sizes, self._forward
-        inner = (sizes[stage] + sizes[stage + 1] + extra[stage] for stage in range(first + 1, last))
-        return sizes[last + 1] + max([sizes[first + 1] + extra[first], *inner])
-
-    @cached_property
-    def least(self) -> int:
-        """Slots that the chain needs with its input."""
-        sizes, least = self._sizes, dict[tuple[int, int], int]()
-        for first, last in self._parts():
-            saves = max(self._to_save(first, last), self._saved[first] + least.get((first + 1, last), 0))
-            splits = [
-                max(self._to_pass(first, last), sizes[j] + least[j, last], least[first, j - 1])
-                for j in range(first + 1, last + 1)
-            ]
-            least[first, last] = min([saves, *splits])
-        return sizes[0] + least[0, self._last]
-
-    def solve(self) -> ChainPlan:
-        """Return the plan; at least `least` slots are there."""
-        shape = (self._last + 1, self._last + 1, self.room + 1)
-        cost, with_input, choice = np.empty(shape), np.empty(shape), np.empty(shape, np.int16)
-        ahead = np.array([0.0, *accumulate(stage.forward for stage in self._stages)])
-        for first, last in self._parts():
-            stage = self._stages[first]
-            saves = np.full(self.room + 1, float(stage.forward + stage.backward))
-            if first < last:
-                saves += _later(cost[first + 1, last], self._saved[first])
-            saves[: self._to_save(first, last)] = np.inf
-            inner = slice(first + 1, last + 1)
-            splits = (
-                with_input[inner, last] + cost[first, first:last] + (ahead[inner] - ahead[first])[:, None]
-            )
-            splits[:, : self._to_pass(first, last)] = np.inf
-            ways = np.vstack([saves, splits])
-            choice[first, last], cost[first, last] = ways.argmin(0), ways.min(0)
-            with_input[first, last] = _later(cost[first, last], self._sizes[first])
-
-        def tasks(first: int, last: int, room: int) -> Iterator[ChainTask]:
-            split = first + int(choice[first, last, room])
-            if split > first:
-                yield ChainTask("keep", first)
-                yield from (ChainTask("forward", stage) for stage in range(first + 1, split))
-                yield from tasks(split, last, room - self._sizes[split])
-                yield from tasks(first, split - 1, room)
-            else:
-                yield ChainTask("save", first)
-                if first < last:
-                    yield from tasks(first + 1, last, room - self._saved[first])
-                yield ChainTask("backward", first)
-
-        room = self.room - self._sizes[0]
-        return ChainPlan(float(cost[0, self._last, room]), tuple(tasks(0, self._last, room)))
+    seconds = float(cost[0, -1, room])
+    return ChainPlan(seconds, tree(0, num - 1, room)) if math.isfinite(seconds) else None
 
 
 def _later(costs: Any, num_slots: int) -> Any:

@@ -37,6 +37,9 @@ counted: those that autograd saves, and those that the model itself holds, each 
     forward  | embedding | unit | unit | unit | head, loss |        bytes alive are read where a module ends
     backward                            | unit again | ...          and here, if units are recomputed
 
+Of each unit the bytes that it leaves and its operations are counted, from which `forwards/keeping.py` plans
+what a budget costs. The backward counts as two forwards. The root, which is not recomputed, is the last unit.
+
 Attention is fused, as on GPUs and CPUs: `scaled_dot_product_attention` saves its inputs, its output and a
 float32 for each query and head (Dao et al. 2022, "FlashAttention", section 3.1). A model that computes
 attention by other operations is counted with these.
@@ -47,7 +50,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,6 +62,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
+from zeroshard.forwards.keeping import KEEP, NO_LINK, Option, UnitCosts, choose_keeping, unit_costs
 from zeroshard.forwards.lean import lean_forwards
 from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
@@ -79,7 +83,7 @@ WIDTH_PER_BLOCK = 128
 VOCABULARY = 128_256
 TIED_BELOW = 4 * 10**9
 RECOMPUTED = ("unit", "auto")
-"""The settings in which blocks are computed again: of a budget, the least that it may be."""
+"""The settings in which blocks are computed again; with a budget in bytes as few as it has no room for."""
 SMALLEST, LARGEST = 1 << 20, 10**15
 """The numbers of parameters for which the rule makes sense."""
 
@@ -132,6 +136,13 @@ class Sizes:
         if config.recompute in RECOMPUTED:
             return self.depth * self.bytes_of_input(num_tokens, config) + max(block, head)
         return self.depth * block + head
+
+    def units(self, num_tokens: int, config: Config) -> list[UnitCosts]:
+        """The blocks, and the head; without the operations of attention scores."""
+        saved, inputs = self.bytes_of_block(num_tokens, config), self.bytes_of_input(num_tokens, config)
+        costs = [2 * block * num_tokens for block in self.blocks]
+        head = _root(2 * self.embedding * num_tokens, self.bytes_of_head(num_tokens, config))
+        return [*(unit_costs(one, 2 * one, saved, inputs) for one in costs), head]
 
     def bytes_sent(self, num_tokens: int, config: Config) -> int:
         """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
@@ -195,6 +206,33 @@ class DryRun(NamedTuple):
     """The most bytes at the end of a module's forward, in a recomputation too, or before the backward."""
     sent: int = 0
     """Bytes that the rank sends to the other tensor ranks, in forward and backward."""
+    units: Sequence[UnitCosts] = ()
+    """The units whose forward may run again, and the root, with operations in the place of seconds."""
+    others: int = 0
+    """Bytes that are there besides."""
+
+    def within(self, budget: float | None) -> tuple[int, float]:
+        """Return the most bytes of a plan for a budget, and the share of time that it adds.
+
+        Args:
+            budget: bytes for activations; None: all units recompute.
+        """
+        keep = sum(unit.forward + unit.backward for unit in self.units)
+        if budget is None:
+            return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1)
+        plan = choose_keeping(self.units, int(budget) - self.others, NO_LINK)
+        return plan.peak + self.others, plan.seconds / max(keep, 1) - 1
+
+
+def has_plan(config: Config) -> bool:
+    """True if a budget in bytes says which units recompute; a share is of a device that is not known."""
+    return config.recompute == "auto" and (config.memory_budget or 0) > 1
+
+
+def _root(operations: float, num_bytes: int) -> UnitCosts:
+    """The root unit after all others, which keeps what it needs."""
+    kept = Option(name=KEEP, working=num_bytes)
+    return UnitCosts(forward=operations, backward=2 * operations, options=(kept,))
 
 
 def dry_run(
@@ -214,20 +252,41 @@ def dry_run(
     """
     runs, over = without_memory(model), _OneOfMany(setting.sizes[TP])
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
-        _prepare(runs, config, setting, tp_plan, over)
+        blocks = _prepare(runs, config, setting, tp_plan, over)
         live = LiveBytes([*runs.parameters(), *runs.buffers()])
-        peak = 0
+        counter, attention = _Operations(), _FusedAttention()  # type: ignore[no-untyped-call]
+        peak = after = inside = 0
+        begins, units = list[tuple[int, int]](), list[UnitCosts]()
+
+        def now() -> tuple[int, int]:
+            return live.now, counter.num + attention.num
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal after
+            (after, done), (before, begun) = now(), begins.pop()
+            made = sum(one.nbytes for one in pytree.tree_leaves(output) if isinstance(one, Tensor))
+            saved, done = max(after - before, made), done - begun
+            units.append(unit_costs(done, 2 * done, saved, made, working=inside - before))
 
         def sample(*_: Any) -> None:
-            nonlocal peak
-            peak = max(peak, live.now)
+            nonlocal peak, inside
+            peak, inside = max(peak, live.now), max(inside, live.now)
+
+        def begin(*_: Any) -> None:
+            nonlocal inside
+            inside = live.now
+            begins.append(now())
 
         for module in runs.modules():
             module.register_forward_hook(sample)
+        for block in blocks:
+            block.register_forward_pre_hook(begin)
+            block.register_forward_hook(end)
         try:
-            with _META, torch.enable_grad(), _FusedAttention(), Assumed(), live:  # type: ignore[no-untyped-call]
+            with _META, torch.enable_grad(), counter, attention, Assumed(), live:  # type: ignore[no-untyped-call]
                 loss = loss_of(runs)
                 sample()
+                (_, done), most = now(), peak
                 loss.backward()
         except Exception as error:  # of any kind, as the model and the loss are the user's
             raise ValueError(
@@ -235,7 +294,9 @@ def dry_run(
                 f"raise {type(error).__name__}: {error}. num_tokens= is for causal language models of "
                 "transformers; loss_of= computes the loss of any other model"
             ) from error
-    return DryRun(peak, over.sent)
+    others = after - sum(unit.options[0].held for unit in units)
+    units.append(_root(done - sum(unit.forward for unit in units), most - after))
+    return DryRun(peak, over.sent, units, others)
 
 
 def loss_of_tokens(shape: tuple[int, int]) -> LossOf:
@@ -310,8 +371,8 @@ def _with_numbers(layer: Any) -> nn.Module:
 
 def _prepare(
     model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None, over: _OneOfMany
-) -> None:
-    """Give a model the dtypes, the parts and the forwards that it has in an engine."""
+) -> list[nn.Module]:
+    """Give a model the dtypes, the parts and the forwards that it has in an engine; return its blocks."""
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
     casts = find_module_casts(model, division.specs, config)
@@ -329,8 +390,9 @@ def _prepare(
     tile_losses(model, specs, config, changes)
     if config.recompute == "lean":
         lean_forwards(model, changes)
-    if config.recompute in RECOMPUTED:
-        for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
+    blocks = list(outermost(model, {spec.module for spec in specs[1:] if spec.originals}))
+    if config.recompute in RECOMPUTED and not has_plan(config):
+        for module in blocks:
             changes.around(module, "fused attention", _with_fused_attention)
             changes.around(module, "recompute", functools.partial(checkpointed, module))
     precision = config.precision
@@ -340,6 +402,7 @@ def _prepare(
             if spec.module not in casts and not computes_in_own_dtype(spec.module):
                 spec.module.register_forward_pre_hook(cast, with_kwargs=True)
     model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
+    return blocks
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -374,12 +437,30 @@ class _OneOfMany(Activations):
         return value
 
 
+class _Operations(TorchDispatchMode):
+    """Counts operations of products of matrices; torch's mode for it keeps tensors alive."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils.flop_counter import flop_registry  # it loads much of torch
+
+        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        if count := flop_registry.get(func.overloadpacket):
+            self.num += count(*args, **kwargs, out_val=result)
+        return result
+
+
 class _FusedAttention(TorchFunctionMode):
     """Attention without scores in memory; the meta device has only the kernel that keeps them."""
+
+    num = 0
+    """Operations of its products of matrices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
+            self.num += 4 * query.numel() * key.shape[-2]
             return _Attention.apply(query, key, value)
         return func(*args, **(kwargs or {}))
 

@@ -14,10 +14,12 @@ from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import (
+    RECOMPUTED,
     DryRun,
     LossOf,
     Sizes,
     dry_run,
+    has_plan,
     loss_of_tokens,
     typical_sizes,
     without_memory,
@@ -46,6 +48,9 @@ class Estimate(ModelStates):
 
     activations: int = 0
     """The most bytes of activations at a time; 0 where neither `num_tokens` nor `loss_of` was given."""
+    extra_time: float = 0.0
+    """The share by which forward and backward take longer than if all units kept their activations, by the
+    operations of units: a third, less the root's part, with recompute="unit"."""
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""
 
@@ -76,6 +81,8 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
         *byte_rows(columns, {"on the host": "host", "on NVMe": "nvme"}),
         ("sent in a step", *(format_bytes(e.wire_bytes_per_step) for e in columns)),
     ]
+    if any(e.extra_time for e in columns):
+        rows.append(("forward and backward, longer by", *(f"{e.extra_time:.1%}" for e in columns)))
     return render(title, ("for each rank", *estimates), rows)
 
 
@@ -213,13 +220,13 @@ class Counted:
     def _usage(self, config: Config, setting: Setting) -> DryRun:
         """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
         model, num = self._model, self._num_tokens
-        if isinstance(model, Sizes):
-            return DryRun(model.bytes_held(num, config), model.bytes_sent(num, config)) if num else DryRun()
-        if self._loss_of is None:
+        if isinstance(model, Sizes) and num:
+            held, sent = model.bytes_held(num, config), model.bytes_sent(num, config)
+            return DryRun(held, sent, model.units(num, config))
+        if isinstance(model, Sizes) or self._loss_of is None:
             return DryRun()
-        key = repr(
-            (config.precision, config.recompute, config.loss, config.mesh, config.units, config.ignored)
-        )
+        ways = config.recompute, has_plan(config), config.loss
+        key = repr((config.precision, ways, config.mesh, config.units, config.ignored))
         if key not in self._runs:
             self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
         return self._runs[key]
@@ -231,7 +238,7 @@ def _of_rank(own: RankUnits, setting: Setting, config: Config, states: States, u
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
-    return Estimate(
+    found = Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer + device.buffers,
@@ -243,6 +250,11 @@ def _of_rank(own: RankUnits, setting: Setting, config: Config, states: States, u
         activations=usage.peak,
         wire_bytes_per_step=wire_bytes(units, setting, steps) + usage.sent * steps,
     )
+    if not usage.units or config.recompute not in RECOMPUTED:
+        return found
+    room = (config.memory_budget or 0) - (found.peak - found.activations)
+    peak, longer = usage.within(room if has_plan(config) else None)
+    return replace(found, activations=peak, extra_time=longer)
 
 
 def _checked_number(given: object) -> int:
