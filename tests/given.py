@@ -199,6 +199,7 @@ def reference() -> Iterator[Names]:
     model = nn.ModuleDict({"layer": nn.ModuleDict({"qkv_proj": nn.Linear(8, 24), "out": nn.Linear(8, 8)})})
     yield {"model": model}
     yield sharded()
+    yield whole()
     sent: Names = {}
     yield {"send_to_server": sent.__setitem__}
     yield sharded()

@@ -59,7 +59,7 @@ LAYERS = (
     {"parameters"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "full", "parallel"},
-    {"assemble", "averages", "optim"},
+    {"assemble", "averages", "optim", "outer"},
     {"checkpoint", "hf", "memory", "sharded"},
     {"batches", "byname"},
     {"engine"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zeroshard.memory.estimate import estimate as estimate
     from zeroshard.memory.report import CommReport as CommReport
     from zeroshard.memory.report import MemoryReport as MemoryReport
+    from zeroshard.outer import OuterStep as OuterStep
     from zeroshard.parallel.tensor.losses import cross_entropy as cross_entropy
     from zeroshard.parallel.tensor.losses import tiled_cross_entropy as tiled_cross_entropy
     from zeroshard.profiling.profiler import Profile as Profile
@@ -47,6 +48,7 @@ _MODULES = {
     "logs.steplog": ("StepLog",),
     "memory.estimate": ("Estimate", "estimate"),
     "memory.report": ("CommReport", "MemoryReport"),
+    "outer": ("OuterStep",),
     "parallel.tensor.losses": ("cross_entropy", "tiled_cross_entropy"),
     "profiling.profiler": ("Profile", "profile"),
     "sharded": ("Sharded", "shard"),

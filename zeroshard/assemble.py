@@ -81,12 +81,12 @@ def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
     return find_units(module, config.units, config.ignored, config.precision.overrides, config.frozen)
 
 
-def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
+def open_data_parallel(
+    config: Config, world: Axis, mesh: DeviceMesh | None = None, *, is_local: bool = False
+) -> Axes:
     """Open the axes that `config` asks for over all ranks, or the axes of a mesh; collective."""
-    inner = config.reshard_after_forward
-    return open_axes(
-        mesh or build_mesh(config, world.device), world, inner_size=1 if isinstance(inner, bool) else inner
-    )
+    inner, mesh = config.reshard_after_forward, mesh or build_mesh(config, world.device, is_local=is_local)
+    return open_axes(mesh, world, inner_size=1 if isinstance(inner, bool) else inner, is_local=is_local)
 
 
 def shard_over(
@@ -258,7 +258,8 @@ def _take_over_buffers(module: nn.Module, context: Context) -> None:
                 moved = buffer.to(context.device)
                 values = moved.resolve_conj().resolve_neg().contiguous()
                 label = f"first broadcast of buffer '{name}.{attribute}'"
-                context.axes.everyone.broadcast(values.detach(), label)
+                for axis in (context.axes.everyone, context.axes.outer):
+                    axis.broadcast(values.detach(), label)
                 # Kernels give other bits for other strides.
                 taken[buffer] = values if moved.is_contiguous() else torch.empty_like(moved).copy_(values)
             owner._buffers[attribute] = taken[buffer]

@@ -76,7 +76,7 @@ class Engine(NotCopied, nn.Module):
         """The device that this rank computes on."""
         self.world_size, self.global_rank = self._axes.world.size, self._axes.world.rank
         """The number of ranks, and the number of this one among them."""
-        self.dp_world_size, self.dp_rank = self._axes.dp.size, self._axes.dp.rank
+        self.dp_world_size, self.dp_rank = self._axes.readers.size, self._axes.readers.rank
         """The same of the ranks that have different data: all but tensor and pipeline ranks of a batch."""
         self.global_step = 0
         """Steps that the optimizer has taken."""

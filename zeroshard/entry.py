@@ -31,6 +31,7 @@ from zeroshard.memory.budget import check_room
 from zeroshard.memory.report import take_peak
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.optim.muon import refuse_ignored
+from zeroshard.outer import OuterStep, OuterSteps
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, take_part
@@ -51,7 +52,7 @@ class Initialized(NamedTuple):
     lr_scheduler: Any
 
 
-def initialize(
+def initialize(  # noqa: PLR0913 - a call names what it gives
     model: nn.Module,
     optimizer: Optimizer | OptimizerFactory | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -61,6 +62,7 @@ def initialize(
     lr_scheduler: Any = None,
     loss_fn: LossFunction | None = None,
     tp_plan: Plan | None = None,
+    outer_step: OuterStep | None = None,
 ) -> Initialized:
     """Shard a model and its optimizer over the ranks.
 
@@ -86,6 +88,7 @@ def initialize(
         tp_plan: for `config.mesh.tp` above 1, the way to divide each layer, by patterns of names of modules:
             {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. docs/tensor_parallel.md has the words.
             None: the plan that the model has (`tp_plan` of transformers), or one of ours.
+        outer_step: for replicas that take steps of their own, the step that brings them together.
 
     Raises:
         ValueError: the config, the optimizer or the model is not as expected.
@@ -96,6 +99,8 @@ def initialize(
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
     dataset = _find_dataset(training_data, collate_fn, config)
     refuse_recording("initialize")
+    if outer_step is not None:
+        outer_step.check(config, optimizer)
     part, described, whole, device = None, None, config, use_device(config.device)
     # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
     world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
@@ -117,8 +122,8 @@ def initialize(
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     world = world or start_world(device, config.watchdog_s)
     if part is None:
-        check_agreement(world, model, config, specs, optimizer, overrides, dataset)
-    axes = open_data_parallel(config, world)
+        check_agreement(world, model, config, specs, optimizer, overrides, dataset, outer_step)
+    axes = open_data_parallel(config, world, is_local=outer_step is not None)
     if part is not None:
         check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
     close_at_exit(axes, *axes.members)
@@ -139,6 +144,8 @@ def initialize(
         loader=loader,
         described=described,
     )
+    if outer_step is not None:
+        parts.averages.update(OuterSteps(outer_step, runtime).kept)
     engine = Engine(model, parts, loss_fn, part)
     if runtime.budget is not None:
         own = ref(engine)  # a module lives on without its engine
@@ -248,10 +255,10 @@ def _build_loader(
     if training_data is None:
         return None
     if is_loader(training_data):
-        if axes.dp.rank == 0:
-            warn_of_same_samples(training_data, axes.dp.size)
+        if axes.readers.rank == 0:
+            warn_of_same_samples(training_data, axes.readers.size)
         return GivenLoader(training_data, axes.world.device)
-    size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
+    size, rank, num_ranks = config.micro_batch_size, axes.readers.rank, axes.readers.size
     if config.mesh.pp > 1:  # a pipeline takes whole batches
         size *= config.pipeline.num_microbatches
     options = {"batch_size": size, "collate_fn": collate_fn, **vars(config.loader)}

@@ -42,10 +42,13 @@ class Bench:
     def gpt(self, num_blocks: int = 3, *, tied: bool = False) -> GPT:
         return GPT(tied=tied, num_blocks=num_blocks, width=16, heads=2)
 
-    def start(self, model: nn.Module, optimizer: MakeOptimizer | None = adamw, **config: Any) -> Any:
+    def start(
+        self, model: nn.Module, optimizer: MakeOptimizer | None = adamw, outer_step: Any = None, **config: Any
+    ) -> Any:
         """Initialize an engine; it is `self.engine` from now on."""
+        config = {"watchdog_s": 60.0} | config
         with self.trace.syncs_allowed():
-            self.engine = zeroshard.initialize(model, optimizer, {"watchdog_s": 60.0} | config).engine
+            self.engine = zeroshard.initialize(model, optimizer, config, outer_step=outer_step).engine
         for unit in self.engine._runtime.units:
             for number, buffer in enumerate(unit.buffers):
                 self.trace.name(buffer.full, f"full[{number}] of {unit.described}")

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
-from zeroshard.averages import EMA
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
@@ -34,6 +33,7 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import DataPosition, EpochLoader, GivenLoader
 from zeroshard.internals.warn import warn_user
+from zeroshard.outer import Kept, folder_of, on_replicas
 from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
@@ -46,7 +46,7 @@ KIND = "ema"
 """The first part of their names: ema/PARAMETER/NAME."""
 
 
-def with_averages(states: States, averages: Mapping[str, EMA]) -> States:
+def with_averages(states: States, averages: Mapping[str, Kept]) -> States:
     """Return the states of parameters, together with the averages."""
     joined = {parameter: dict(tensors) for parameter, tensors in states.items()}
     for name, own in averages.items():
@@ -55,7 +55,7 @@ def with_averages(states: States, averages: Mapping[str, EMA]) -> States:
     return joined
 
 
-def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, EMA]) -> dict[str, Tensor]:
+def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, Kept]) -> dict[str, Tensor]:
     """Return the copies that averages have of some buffers, by their names in a checkpoint."""
     return {
         f"{KIND}/{buffer}/{name}": own.buffers[buffer]
@@ -81,8 +81,8 @@ class EngineState:
     """The DataLoader that `initialize` made, or the one around the user's."""
     described: dict[str, Any] | None = None
     """The description of the whole model, where this rank has only a part of it."""
-    averages: dict[str, EMA] = field(default_factory=dict)
-    """Moving averages of the parameters, by name; `EMA` adds its own."""
+    averages: dict[str, Kept] = field(default_factory=dict)
+    """Moving averages of the parameters by name, to which `EMA` adds its own, and values of outer steps."""
 
 
 class _Answer(NamedTuple):
@@ -125,7 +125,8 @@ def save_checkpoint(
         blocking: True returns when the checkpoint is there, False when its values are copied. A thread
             then writes it while training goes on. A failure is a warning at once, and is raised, on all
             ranks, by a later step, save or load; with sharded parameters also by a forward. With values on
-            the nvme tier, which may not fit into memory, the call returns when the checkpoint is there.
+            the nvme tier, which may not fit into memory, or with `outer_step`, the call returns when the
+            checkpoint is there.
         optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
     Raises:
@@ -139,11 +140,12 @@ def save_checkpoint(
     engine._saver.finish()
     tag = f"step-{engine.global_step}" if tag is None else tag
     parts = engine._parts if optimizer else replace(engine._parts, optimizer=None, lr_scheduler=None)
-    snapshot = capture(engine, parts, dir, tag, client_state)
+    axes = parts.runtime.context.axes
+    snapshot = on_replicas(axes.outer, lambda: capture(engine, parts, dir, tag, client_state))
     tiers = engine._runtime.context.setting.tiers
-    is_blocking = blocking or Tier.DISK in (tiers.optimizer, tiers.parameters)
+    is_blocking = blocking or axes.outer.size > 1 or Tier.DISK in (tiers.optimizer, tiers.parameters)
     if is_blocking:
-        write(snapshot, engine._parts.runtime.context.axes.world)
+        on_replicas(axes.outer, lambda: write(snapshot, axes.savers))
     else:
         engine._saver.start(snapshot)
 
@@ -157,7 +159,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
             that can't be loaded again without running code, by its key.
     """
     runtime, axes = parts.runtime, parts.runtime.context.axes
-    axis, tells_part = axes.world, axes.pp.size > 1 and axes.everyone.rank == 0
+    axis, tells_part = axes.savers, axes.pp.size > 1 and axes.everyone.rank == 0
     runtime.wait("save_checkpoint()", Moment.SHOWN)
     runtime.check_slots()
     held = [gradients for unit in runtime.units for gradients in unit.gradients]
@@ -213,7 +215,8 @@ def _read(
     """Read and check all that a checkpoint keeps, without exchanges."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
-    folder, runtime, axes = as_folder(dir), parts.runtime, parts.runtime.context.axes
+    runtime, axes = parts.runtime, parts.runtime.context.axes
+    folder = folder_of(as_folder(dir), axes.outer)
     check_tag(tag)
     model = read_model(runtime)
     if model.ignored:
@@ -247,7 +250,7 @@ def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: l
     rounding, blocks, aliases = engine._guard.rounding, blocks_by_name(runtime), model.aliases
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
-    written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.world.size}
+    written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.savers.size}
     return Manifest(
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),
@@ -285,7 +288,7 @@ def sums_of(runtime: Runtime, names: Collection[str]) -> dict[str, int]:
                 if p.fqn in names and number % axes.everyone.size == axes.everyone.rank:
                     own = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)
                     sums[p.fqn] = zlib.crc32(own.numpy().data)
-    everyone = axes.world.all_gather_object(sums, "checksums of frozen parameters")
+    everyone = axes.savers.all_gather_object(sums, "checksums of frozen parameters")
     return {name: crc for each in everyone for name, crc in each.items()}
 
 

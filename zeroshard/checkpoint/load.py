@@ -46,6 +46,7 @@ from zeroshard.data.loader import GivenLoader, parse_place
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.rules import rule_named
+from zeroshard.outer import check_kept, find_folder, on_replicas
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import IN_BATCH, Moment
@@ -91,8 +92,16 @@ def load_checkpoint(
     parts = engine._parts
     if not optimizer:
         parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
+    outer = parts.runtime.context.axes.outer
     with torch.inference_mode(False):  # tensors that are made here are trained
-        loading = _load(parts, dir, tag, restore_hyperparameters, convert_states)
+        loading = on_replicas(outer, lambda: _load(parts, dir, tag, restore_hyperparameters, convert_states))
+    steps = outer.all_gather_object(loading.stored.manifest.global_step, "steps of checkpoints")
+    require_equal(
+        [f"step {number}" for number in steps],
+        lambda found: RuntimeError(
+            f"'{dir}': the replicas have checkpoints of other steps: {found}: give a tag"
+        ),
+    )
     engine._runtime.state.end_step()
     engine.zero_grad()
     if optimizer:
@@ -111,12 +120,15 @@ def _load(
 ) -> _Loading:
     """Read parameters, states and all else; collective. Return what was found."""
     runtime = parts.runtime
-    axis = runtime.context.axes.world
+    axis, outer = runtime.context.axes.savers, runtime.context.axes.outer
     runtime.wait("load_checkpoint()", Moment.SHOWN)
     prepared: list[_Loading] = []
 
     def prepare() -> tuple[str, PartNames | None]:
-        loading = _Loading(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
+        folder = find_folder(as_folder(dir), outer)
+        loading = _Loading(parts, find(folder, tag), restore_hyperparameters, convert_states)
+        if folder != as_folder(dir):
+            check_kept(folder, loading.stored.manifest.averages, parts.averages)
         prepared.append(loading)
         return loading.stored.directory.name, loading.own if runtime.context.axes.pp.size > 1 else None
 

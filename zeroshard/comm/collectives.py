@@ -233,9 +233,13 @@ class Axis:
 
     def all_reduce(self, values: Tensor, label: str) -> None:
         """Sum contiguous values over the ranks, in place, by the backend's own collective."""
+        self.begin_all_reduce(values, label).wait()
+
+    def begin_all_reduce(self, values: Tensor, label: str) -> Handle:
+        """Begin an `all_reduce`, on an accelerator on the current stream; nobody reads or writes `values`."""
         label = self.note(ALL_REDUCE, 2 * values.nbytes * (self.size - 1) // self.size, label)
         reduce = functools.partial(dist.all_reduce, values, group=self.groups[GATHER])
-        self.start(reduce, label, ALL_REDUCE).wait()
+        return self.start(reduce, label, ALL_REDUCE)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank the values of rank 0 in `tensor`, contiguous; return when they have arrived.

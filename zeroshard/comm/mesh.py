@@ -181,13 +181,15 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
+def build_mesh(config: Config, device: torch.device, *, is_local: bool = False) -> DeviceMesh:
     """Return the mesh of `config` over all ranks of the default group, with the axes that it asks for.
+
+    With `is_local`, see `open_axes`, each rank is a replica unless the config asks for shard groups.
 
     Raises:
         ValueError: the number of ranks does not fit the mesh.
     """
-    num_ranks, group_size = dist.get_world_size(), config.shard_group_size
+    num_ranks, group_size = dist.get_world_size(), config.shard_group_size or (1 if is_local else None)
     arrangement = Arrangement(num_ranks, config.mesh.pp, config.mesh.tp, group_size)
     if group_size is None and arrangement.num_parts == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
@@ -228,18 +230,31 @@ class Axes:
     activations: Axis
     """The ranks of `tp`; on accelerators with a communicator that only the stream of the forward uses. The
     sums of gradients over `tp` run on another stream, at the same time."""
+    outer: Axis
+    """The ranks with the same shard in replicas that take steps of their own, see `OuterStep`. No other axis
+    but `world` joins such replicas, so these need not wait for each other."""
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:
         """Return the axes when all data-parallel ranks form one shard group, and no other axis has ranks."""
         alone = axis.over(None)
-        names = ("pp", "dp_replicate", "dp_inner", "tp", "activations")
+        names = ("pp", "dp_replicate", "dp_inner", "tp", "activations", "outer")
         return Axes(mesh, world=axis, everyone=axis, dp=axis, dp_shard=axis, **dict.fromkeys(names, alone))
 
     def __getitem__(self, name: str) -> Axis:
         """The axis that an `Exchange` is over."""
         axis: Axis = getattr(self, name)
         return axis
+
+    @property
+    def savers(self) -> Axis:
+        """The ranks that write and read one checkpoint together."""
+        return self.world if self.outer.size == 1 else self.dp
+
+    @property
+    def readers(self) -> Axis:
+        """The ranks that have batches of their own, in all replicas."""
+        return self.dp if self.outer.size == 1 else self.world
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -259,7 +274,7 @@ class Axes:
     def members(self) -> tuple[Axis, ...]:
         """All axes."""
         data = self.dp, self.dp_shard, self.dp_replicate, self.dp_inner
-        return self.world, self.everyone, self.pp, *data, self.tp, self.activations
+        return self.world, self.everyone, self.pp, *data, self.tp, self.activations, self.outer
 
     def drain(self, seconds: float) -> None:
         """Wait for exchanges under way."""
@@ -284,7 +299,7 @@ def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis
     return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
 
 
-def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
+def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1, *, is_local: bool = False) -> Axes:
     """Return this rank's view of `mesh`; collective: all ranks must call it in the same order.
 
     Args:
@@ -292,6 +307,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
             ranks.
         world: the axis of all ranks.
         inner_size: ranks of a part of the shard group, see `Axes.dp_inner`.
+        is_local: True if the replicas of shard groups take steps of their own, see `Axes.outer`.
 
     Raises:
         ValueError: the mesh has several axes and none is named dp_shard, or its size does not fit.
@@ -309,14 +325,10 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
             f"expected a mesh with an axis {others[0]!r} to hold all {world.size} ranks, got {mesh.size()}"
         )
     shard = mesh.get_group(DP_SHARD if DP_SHARD in names else 0)
-    if PP in names or TP in names:
-        dp = _open_parts("data", mesh, DATA, world)
-    elif mesh.size() == world.size:
-        dp = world
-    else:
-        dp = world.over(shard, _control_group(shard, [dist.get_process_group_ranks(shard)], world.timeout_s))
-    axes = Axes.of_one_group(mesh, dp)
-    if DP_REPLICATE in names:
+    axes = Axes.of_one_group(mesh, _open_data(mesh, world, shard, is_local=is_local))
+    if is_local:
+        axes.world, axes.outer = world, world.over(mesh.get_group(DP_REPLICATE))
+    elif DP_REPLICATE in names:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
     _open_model_axes(axes, mesh, world)
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
@@ -327,11 +339,23 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     number = _take_number(axes.world)
     for axis in axes.members:
         axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
-    if axes.pp.size > 1:
+    if axes.pp.size > 1 or is_local:
         axes.dp.ledger.part = axes.everyone.global_ranks[0]
     if axes.dp_replicate.size > 1:
         axes.dp.ledger.groups[GATHER] = axes.dp_shard.global_ranks[0]
     return axes
+
+
+def _open_data(mesh: DeviceMesh, world: Axis, shard: dist.ProcessGroup, *, is_local: bool) -> Axis:
+    """Return the axis of the ranks that add up gradients; collective."""
+    names = mesh.mesh_dim_names or ()
+    if is_local:
+        return _open_parts(DP_SHARD, mesh, (DP_SHARD,), world)
+    if PP in names or TP in names:
+        return _open_parts("data", mesh, DATA, world)
+    if mesh.size() == world.size:
+        return world
+    return world.over(shard, _control_group(shard, [dist.get_process_group_ranks(shard)], world.timeout_s))
 
 
 def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:

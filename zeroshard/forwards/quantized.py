@@ -80,7 +80,8 @@ class QuantizedLayers:
         """Give all ranks the scales of rank 0, on the device."""
         for owner, attribute in _scales(layer):
             values = getattr(owner, attribute).detach().to(self._context.device).contiguous()
-            self._context.axes.everyone.broadcast(values, f"first broadcast of the scales of '{name}'")
+            for axis in (self._context.axes.everyone, self._context.axes.outer):
+                axis.broadcast(values, f"first broadcast of the scales of '{name}'")
             setattr(owner, attribute, values)
 
     def finish(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -105,7 +106,8 @@ class QuantizedLayers:
         axes, device, scales = self._context.axes, self._context.device, codes.scales
         if not buffer.is_read:  # rank 0 has quantized all of it
             scales = scales.to(device)
-            axes.dp.broadcast(scales, f"first broadcast of the scales of '{name}'")
+            for axis in (axes.dp, axes.outer):
+                axis.broadcast(scales, f"first broadcast of the scales of '{name}'")
         elif buffer.is_partial:
             ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axes.dp_shard.size)]
             own = scales[ranges[axes.dp_shard.rank].slice].to(device)

@@ -112,6 +112,7 @@ def wholes_of(axes: Axes, buffers: Iterable[FlatBuffer]) -> Iterator[Whole]:
 def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
     """Give parameters the values of full tensors, buffer by buffer; `Unit.refresh` follows."""
     memory = runtime.context.memory
+    runtime.state.num_edits += 1
     for buffer, own in groupby(pairs, lambda pair: pair[0].buffer):
         memory.check(buffer.main)
         for whole, values in own:

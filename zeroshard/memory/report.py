@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.averages import EMA
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
+from zeroshard.outer import Kept
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import TierMemory
@@ -181,7 +181,7 @@ def reset_memory_report(engine: Engine) -> None:
 def measure(
     runtime: Runtime,
     optimizer: Optimizer | None,
-    averages: Iterable[EMA] = (),
+    averages: Iterable[Kept] = (),
     *,
     peak_versions: int = 0,
 ) -> MemoryReport:

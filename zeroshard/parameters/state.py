@@ -127,6 +127,8 @@ class ModuleState:
     """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
     num_changes = 0
     """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
+    num_edits = 0
+    """How often the user has written full parameters."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
 

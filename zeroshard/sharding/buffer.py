@@ -402,7 +402,8 @@ class FlatBuffer:
         for index, original in enumerate(self.originals):
             _take_part(values[layout.parameter(index).slice], original, context)
             original.parameter.data = original.parameter.new_empty(0)
-        context.axes.dp.broadcast(values, f"first broadcast of {self.described}")
+        for axis in (context.axes.dp, context.axes.outer):
+            axis.broadcast(values, f"first broadcast of {self.described}")
         main = values[self.main_span.slice]
         return values.to(plan.compute_dtype), main if plan.is_alias else self._empty_main().copy_(main)
 

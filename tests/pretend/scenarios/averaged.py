@@ -1,4 +1,4 @@
-"""Moving averages: updated after steps, and shown in the model for evaluation, with gathers under way."""
+"""Moving averages, updated after steps and shown with gathers under way; outer steps of replicas."""
 
 from __future__ import annotations
 
@@ -79,6 +79,28 @@ def _edited(offload: dict[str, Any], precision: dict[str, Any]) -> None:
 
 _edited({"optimizer": "cpu"}, BF16)
 _edited({"optimizer": "cpu", "parameters": "cpu"}, {})
+
+
+def _replicas(name: str, num_ranks: int, **config: Any) -> None:
+    """Two replicas, whose values travel during the next local step."""
+
+    def values(bench: Bench, *, offload: bool, tiers: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        policy = zeroshard.OuterStep.diloco(every=4, fragments=2, delay=1, keep_local=0.5, offload=offload)
+        engine = bench.start(bench.gpt(), outer_step=policy, precision=BF16, offload=tiers, **config)
+        bench.train(6)
+        with bench.trace.syncs_allowed():
+            return list(engine.full_state_dict().values())
+
+    def run(bench: Bench) -> None:
+        found = values(bench, offload=True, tiers={"optimizer": "cpu"})
+        bench.later.append(lambda: _same(found, values(bench, offload=False, tiers={})))
+
+    add(name, run, num_ranks=num_ranks, may_sync=())
+
+
+_replicas("outer_step", 2, stage=3)
+_replicas("outer_step_of_groups", 4, stage=2, shard_group_size=2)
 
 
 def _add_dropped(name: str, end: Callable[[zeroshard.Engine], None]) -> None:
