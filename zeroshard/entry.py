@@ -25,6 +25,7 @@ from zeroshard.config.sections import Config, Loader
 from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, refuse_generators, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
+from zeroshard.gradient_hooks import Hook, make_hook
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.budget import check_room
@@ -51,7 +52,7 @@ class Initialized(NamedTuple):
     lr_scheduler: Any
 
 
-def initialize(
+def initialize(  # noqa: PLR0913 - each a part of a training run
     model: nn.Module,
     optimizer: Optimizer | OptimizerFactory | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -61,6 +62,7 @@ def initialize(
     lr_scheduler: Any = None,
     loss_fn: LossFunction | None = None,
     tp_plan: Plan | None = None,
+    gradient_hook: tuple[Any, Hook] | None = None,
 ) -> Initialized:
     """Shard a model and its optimizer over the ranks.
 
@@ -86,6 +88,9 @@ def initialize(
         tp_plan: for `config.mesh.tp` above 1, the way to divide each layer, by patterns of names of modules:
             {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. docs/tensor_parallel.md has the words.
             None: the plan that the model has (`tp_plan` of transformers), or one of ours.
+        gradient_hook: (state, hook), at stages 0 and 1: a communication hook of DistributedDataParallel that
+            averages gradients in the place of the engine; `(PowerSGDState(None), powerSGD_hook)` is one. It
+            gets a bucket for each unit. With one rank nothing is sent, and it is not called.
 
     Raises:
         ValueError: the config, the optimizer or the model is not as expected.
@@ -116,8 +121,9 @@ def initialize(
     overrides = read_overrides(optimizer, names)
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     world = world or start_world(device, config.watchdog_s)
+    hook = make_hook(gradient_hook, optimizer, whole, model, world)
     if part is None:
-        check_agreement(world, model, config, specs, optimizer, overrides, dataset)
+        check_agreement(world, model, config, specs, optimizer, overrides, dataset, hook)
     axes = open_data_parallel(config, world)
     if part is not None:
         check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
@@ -125,6 +131,9 @@ def initialize(
     check_room(specs, config, axes, optimizer, device)
     by_parts = optimizer is not None and is_known(optimizer)
     runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts)
+    if hook is not None:
+        hook.over([one.buffer for unit in runtime.units for one in unit.gradients])
+        runtime.state.hook = hook
     if optimizer is not None:
         pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
         sharded = {original.parameter: own for both in pairs for original, own in both}
