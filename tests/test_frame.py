@@ -59,7 +59,7 @@ LAYERS = (
     {"parameters"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "full", "parallel"},
-    {"assemble", "averages", "optim", "outer"},
+    {"assemble", "averages", "gradient_hooks", "optim", "outer"},
     {"checkpoint", "hf", "memory", "sharded"},
     {"batches", "byname"},
     {"engine"},
@@ -86,6 +86,7 @@ METHODS = {
 MESH = "torch.distributed.device_mesh.DeviceMesh"
 DISTRIBUTED = {
     "comm": ("torch.distributed",),
+    "gradient_hooks": ("torch.distributed.ProcessGroup",),
     "checkpoint": ("torch.distributed.checkpoint",),
     "parallel": ("torch.distributed.tensor", "torch.distributed.pipelining"),
 }

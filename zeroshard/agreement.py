@@ -30,7 +30,7 @@ def check_agreement(
     optimizer: Optimizer | None,
     overrides: Mapping[Tensor, Mapping[str, Any]],
     training_data: Any = None,
-    outer_step: object = None,
+    others: Sequence[object] = (),
 ) -> None:
     """Compare config, parameters, optimizer and the length of the data over the ranks.
 
@@ -42,7 +42,7 @@ def check_agreement(
         optimizer: the optimizer over these parameters.
         overrides: hyperparameters of single parameters.
         training_data: a dataset with a length, or None. Its digest is compared if it has one.
-        outer_step: as `initialize` was given it.
+        others: further arguments of `initialize`, whose repr() is compared.
 
     Raises:
         RuntimeError: on every rank, with the first difference and the ranks that have it.
@@ -58,7 +58,7 @@ def check_agreement(
         *(f"unit '{spec.name}' with '{original.fqn}'" for spec in specs for original in spec.originals),
         end,
         *(*_optimizer_facts(optimizer, overrides, model), end),
-        f"outer_step={outer_step!r}",
+        *map(repr, others),
     ]
     if training_data is not None:
         digest = getattr(training_data, "digest", None)

@@ -25,6 +25,7 @@ from zeroshard.config.sections import Config, Loader
 from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, refuse_generators, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
+from zeroshard.gradient_hooks import Hook, install_hook, make_hook
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.budget import check_room
@@ -63,6 +64,7 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     loss_fn: LossFunction | None = None,
     tp_plan: Plan | None = None,
     outer_step: OuterStep | None = None,
+    gradient_hook: tuple[Any, Hook] | None = None,
 ) -> Initialized:
     """Shard a model and its optimizer over the ranks.
 
@@ -89,6 +91,9 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
             {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. docs/tensor_parallel.md has the words.
             None: the plan that the model has (`tp_plan` of transformers), or one of ours.
         outer_step: for replicas that take steps of their own, the step that brings them together.
+        gradient_hook: (state, hook), at stages 0 and 1: a communication hook of DistributedDataParallel that
+            averages gradients in the place of the engine; `(PowerSGDState(None), powerSGD_hook)` is one. It
+            gets a bucket for each unit. With one rank nothing is sent, and it is not called.
 
     Raises:
         ValueError: the config, the optimizer or the model is not as expected.
@@ -121,8 +126,9 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     overrides = read_overrides(optimizer, names)
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     world = world or start_world(device, config.watchdog_s)
+    hook = make_hook(gradient_hook, optimizer, whole, model, world, is_local=outer_step is not None)
     if part is None:
-        check_agreement(world, model, config, specs, optimizer, overrides, dataset, outer_step)
+        check_agreement(world, model, config, specs, optimizer, overrides, dataset, [outer_step, hook])
     axes = open_data_parallel(config, world, is_local=outer_step is not None)
     if part is not None:
         check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
@@ -130,6 +136,7 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     check_room(specs, config, axes, optimizer, device)
     by_parts = optimizer is not None and is_known(optimizer)
     runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts)
+    install_hook(hook, runtime)
     if optimizer is not None:
         pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
         sharded = {original.parameter: own for both in pairs for original, own in both}

@@ -166,6 +166,8 @@ def clip_grad_norm_(
             "clip_grad_norm_: expected max_norm >= 0 and norm_type above 0, or inf, got "
             f"{max_norm!r} and {norm_type!r}"
         )
+    if (hook := owner._runtime.state.hook) is not None and hook.is_local:
+        raise RuntimeError("clip_grad_norm_: ranks have different gradients, and so different norms")
     owner._runtime.state.refuse("clip_grad_norm_()", Moment.STEPPED)
     owner._runtime.before_step()
     return owner._guard.clip(max_norm, order, error_if_nonfinite)

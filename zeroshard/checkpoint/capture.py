@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.agreement import require_equal
+from zeroshard.agreement import require_equal, require_same
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
@@ -29,9 +29,10 @@ from zeroshard.checkpoint.optimizers import join_schedules, read_optimizer
 from zeroshard.checkpoint.save import Snapshot, write
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
 from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
-from zeroshard.comm.collectives import on_all
+from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import DataPosition, EpochLoader, GivenLoader
+from zeroshard.gradient_hooks import is_local_state
 from zeroshard.internals.warn import warn_user
 from zeroshard.outer import Kept, folder_of, on_replicas
 from zeroshard.parameters.state import IN_BATCH, Moment
@@ -91,6 +92,7 @@ class _Answer(NamedTuple):
     place: str
     rng: list[dict[str, Any]]
     places_in_data: list[Any]
+    hooks: list[Any]
     part: tuple[Manifest, SavedValues] | None
     """From the first rank of each part, if pipeline ranks have parts of the model."""
 
@@ -180,7 +182,8 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         readings.append(reading)
         part = replace(reading.manifest, model={}, config={}), replace(reading.values, client_state={})
         place = f"'{reading.folder}' with tag '{tag}'"
-        return _Answer(place, reading.values.rng, reading.values.places_in_data, part if tells_part else None)
+        values, own = reading.values, part if tells_part else None
+        return _Answer(place, values.rng, values.places_in_data, values.hooks, own)
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     require_equal(
@@ -193,7 +196,13 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     buffers = {name: buffer for name, buffer in reading.buffers.items() if name not in before}
     manifest, values = _join(answers, reading, {} if keeps_frozen else sums_of(runtime, left_out))
     names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
-    written = list(slices(runtime, names, with_averages(reading.states, parts.averages), written=True))
+    states, hook = with_averages(reading.states, parts.averages), runtime.state.hook
+    if hook is not None and is_local_state(hook.state):
+        _require_replicas(axis, slices(runtime, names, states))
+    written = list(slices(runtime, names, states, written=True))
+    if hook is not None and parts.optimizer is not None:
+        own = hook.to_files()[1].items()
+        written += [TensorSlice(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in own]
     if axes.everyone.rank == 0:
         buffers |= averaged_buffers(buffers, parts.averages)
         written += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
@@ -207,6 +216,14 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         values=files,
         memory=runtime.context.memory,
     )
+
+
+def _require_replicas(axis: Axis, held: Iterable[TensorSlice]) -> None:
+    """Refuse to save one value for all ranks where ranks have different ones; collective."""
+    facts = [f"'{part.name}' with checksum {_crc_of(part.data)}" for part in held]
+    why = "save_checkpoint: post_localSGD_hook has let ranks go apart: {}. Average the parameters first, and "
+    why += "leave out states that differ with optimizer=False"
+    require_same(axis, facts, lambda found: RuntimeError(why.format(found)))
 
 
 def _read(
@@ -225,7 +242,10 @@ def _read(
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    place = parts.loader.state_dict() if isinstance(parts.loader, GivenLoader) else None
+    place, hook = (
+        parts.loader.state_dict() if isinstance(parts.loader, GivenLoader) else None,
+        runtime.state.hook,
+    )
     values = SavedValues(
         groups=[],
         scalars={},
@@ -234,12 +254,14 @@ def _read(
         extra=model.extra,
         rng=[rng.capture(runtime.context.device)] if axes.tp.rank == 0 else [],
         places_in_data=[] if place is None or axes.tp.rank else [place],
+        hooks=[] if parts.optimizer is None or hook is None else [hook.to_files()[0]],
         client_state=dict(client_state or {}),
     )
     states = {} if parts.optimizer is None else read_optimizer(parts.optimizer, values)
     own = ("groups", "scalars", "other", "lr_scheduler", "extra")
     check_plain({key: getattr(values, key) for key in own}, "checkpoint")
     check_plain(place, "state of training_data")
+    check_plain(values.hooks, "state of gradient_hook")
     check_plain(values.client_state, "client_state")
     manifest = _describe(engine, parts, model, left_out)
     return _Reading(folder, model.buffers, states, manifest, values)
@@ -286,10 +308,13 @@ def sums_of(runtime: Runtime, names: Collection[str]) -> dict[str, int]:
         if not {p.fqn for p in buffer.sharded}.isdisjoint(names):
             for number, (p, whole) in enumerate(zip(buffer.sharded, buffer.gather_wholes(), strict=True)):
                 if p.fqn in names and number % axes.everyone.size == axes.everyone.rank:
-                    own = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                    sums[p.fqn] = zlib.crc32(own.numpy().data)
+                    sums[p.fqn] = _crc_of(whole)
     everyone = axes.savers.all_gather_object(sums, "checksums of frozen parameters")
     return {name: crc for each in everyone for name, crc in each.items()}
+
+
+def _crc_of(values: Tensor) -> int:
+    return zlib.crc32(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 # ----------------------------------------------------------------------------------- parts of pipelines
@@ -319,6 +344,7 @@ def _join(answers: Sequence[_Answer], own: _Reading, sums: Mapping[str, int]) ->
         lr_scheduler=join_schedules(schedules, lambda lists: [*chain(*lists)]) if schedules else None,
         rng=[states for answer in answers for states in answer.rng],
         places_in_data=[place for answer in answers for place in answer.places_in_data],
+        hooks=[record for answer in answers for record in answer.hooks],
         extra=dict(ChainMap(*(each.extra for each in values))),
         client_state=own.values.client_state,
     )

@@ -215,6 +215,8 @@ class _Loading:
             noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
             blocks, scalars = blocks_by_name(self._runtime), self.values.scalars
             self._states = match_states(optimizer, stored, scalars, self.names, blocks, convert_states, noted)
+        self._record = None if optimizer is None else self._match_hook()
+        """What the checkpoint has of the gradient hook of this rank."""
 
     def check_all_found(self, parts: Sequence[PartNames]) -> None:
         """Refuse a checkpoint with more than all parts of the model together have.
@@ -258,6 +260,20 @@ class _Loading:
             names[fqn] = homes[0]
         return names
 
+    def _match_hook(self) -> dict[str, Any] | None:
+        """The record of this rank's gradient hook; None, with a warning, if it is of another layout."""
+        hook, saved, axis = self._runtime.state.hook, self.values.hooks, self._runtime.context.axes.world
+        with naming_damage(self.stored.directory / VALUES):
+            if hook is not None and len(saved) == axis.size and hook.fits(saved[axis.rank]):
+                return dict(saved[axis.rank])
+        if saved or (hook is not None and hook.saved()):
+            warn_user(
+                f"'{self.stored.directory}' holds the state of a gradient hook on {len(saved)} ranks, and "
+                f"the engine has none, or other units, or {axis.size} ranks: it is not loaded, and what "
+                "compression has left out is lost"
+            )
+        return None
+
     def _check_names(self, owner: str, names: set[str], others: set[str]) -> None:
         """Raise a ValueError with the first name that only its owner has, of the checkpoint and the model."""
         for name in sorted(names - others):
@@ -283,7 +299,7 @@ class _Loading:
 
     @torch.no_grad()
     def _read_tensors(self, targets: Targets) -> None:
-        runtime, names = self._runtime, self.names
+        runtime, names, stored = self._runtime, self.names, self.stored
         converted = {names[p.fqn]: p for p, saved in self._states.items() if saved.converted is not None}
         as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
         with TensorReader(self.stored, runtime.context.memory.evict) as reader:
@@ -296,6 +312,12 @@ class _Loading:
             for name, buffer in read_model(runtime).buffers.items():
                 read_buffer(reader, runtime.module, name, buffer)
             self._read_averages(reader)
+            if (record := self._record) is not None:
+                infos, device = [stored.tensors[name] for name in record["tensors"]], runtime.context.device
+                tensors = [torch.empty(info.shape, dtype=info.dtype, device=device) for info in infos]
+                for name, tensor in zip(record["tensors"], tensors, strict=True):
+                    reader.read_into(name, tensor)
+                runtime.state.hook.from_files(record, tensors)
         for name in read_model(runtime).extra:
             module = runtime.module.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(self.values.extra[name])

@@ -62,6 +62,8 @@ class SavedValues:
     """The generators of each data-parallel rank: of the first of its tensor ranks."""
     places_in_data: list[Any] = field(default_factory=list)
     """The places in the user's DataLoader, of the same ranks. Older checkpoints have none."""
+    hooks: list[Any] = field(default_factory=list)
+    """The record of each rank's gradient hook, see `GradientHook.to_files`. Older checkpoints have none."""
     extra: dict[str, Any]
     """The values that modules' get_extra_state() gave."""
     client_state: dict[Any, Any]

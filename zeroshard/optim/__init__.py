@@ -12,6 +12,7 @@ from zeroshard.optim.eightbit.rules import (
 )
 from zeroshard.optim.layerwise import LAMB, LARS
 from zeroshard.optim.muon import Muon, muon_groups
+from zeroshard.optim.onebit import OneBitAdam
 from zeroshard.stepping.wholes import Deferred, UsesWholes, wholes_here
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LARS8bit",
     "Lion8bit",
     "Muon",
+    "OneBitAdam",
     "SGD8bit",
     "UsesWholes",
     "muon_groups",

@@ -125,6 +125,8 @@ class ModuleState:
     """0-dim: multiplies the gradients of a step that come from the host; None: they are scaled."""
     gives_memory: Callable[[], object] | None = None
     """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
+    hook: Any = None
+    """The `gradient_hooks.GradientHook` that reduces gradients while it `is_on`; None: only the plan does."""
     num_changes = 0
     """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
     num_edits = 0

@@ -5,6 +5,7 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
+For a hook of the user it holds plain sums, too, and the hook takes the place of the exchanges.
 Reduced gradients are added to the `p.grad` that is there. Where there is none, they wait for the delivery;
 they live on if p.grad is narrower than float32 and a later backward of the same step is known to come.
 A p.grad never has the loss scale in it; `flat` has.
@@ -130,7 +131,8 @@ class Gradients:
         """
         if scale is not None:
             self._unscale = 1.0 / scale
-        self._defer = defer
+        self._defer, hook = defer, self._context.state.hook
+        self._scale = 1.0 if hook is not None and hook.is_on else 1.0 / self._context.axes.dp.size
         self.keep_sums(more and not defer)
         may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
@@ -212,7 +214,9 @@ class Gradients:
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
         self._move(GradientState.REDUCING)
-        self._reduction = self._reduce(self._finish_packing()) if self._slices else iter(())
+        hook = self._context.state.hook
+        reduce = self._reduce if hook is None or not hook.is_on else self._run_hook
+        self._reduction = reduce(self._finish_packing()) if self._slices else iter(())
         self._advance()
         return self.state is GradientState.REDUCING
 
@@ -252,6 +256,17 @@ class Gradients:
             handle.wait()
             if not (number or in_place):  # the first exchange is a reduce-scatter
                 self._pool.give(flat)
+        self._absorb(result)
+
+    def _run_hook(self, flat: Tensor) -> Iterator[Handle]:
+        """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
+        buffer, streams = self.buffer, self._context.streams
+        with streams.reduce.after_compute():
+            handle = self._context.state.hook.run(buffer, [flat[part] for part in self._slices])
+        yield handle
+        handle.wait()
+        result = flat[buffer.main_span.slice].to(buffer.plan.wide_dtype, copy=True)
+        self._pool.give(flat)
         self._absorb(result)
 
     def _take(self, dtype: torch.dtype) -> Tensor:

@@ -249,6 +249,8 @@ class Reducer:
         self._role = role = self._asked if accumulates else _BYSTANDER
         if not accumulates:
             return
+        if self._state.hook is not None:
+            self._state.hook.begin()
         steps = self.step_unit is not None and not role.has_more
         if steps:
             self._state.moments.add(Moment.STEPPED)
@@ -459,6 +461,8 @@ class Reducer:
 
     def _drop(self) -> None:
         self.taint()
+        if self._state.hook is not None:
+            self._state.hook.drop()
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()

@@ -1,0 +1,281 @@
+"""Communication hooks of torch's DistributedDataParallel over our buckets, against that class itself.
+
+Gloo runs the callbacks of a future in a thread of its own. There PowerSGD starts further collectives, whose
+order among those of other buckets is not the same on all ranks: so the reference waits in each hook, too.
+"""
+
+import contextlib
+import copy
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.distributed.training import numbers
+from tests.ranks import Ranks, on_ranks
+
+SIZES = [(60, 40), (50, 60), (7, 50)]
+"""The matrices of the model. PowerSGD of rank 2 compresses all of them, by a factor of 4.8 and more."""
+RANK, WARM_UP = 2, 3
+
+
+def build(bias=True):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(i, o, bias=bias), nn.Tanh()) for o, i in SIZES]
+    return nn.Sequential(*layers)
+
+
+def power():
+    return PowerSGDState(None, RANK, start_powerSGD_iter=WARM_UP)
+
+
+def loss_of(model, number):
+    return model(numbers(number, 6, 40)).square().mean()
+
+
+def waiting(hook):
+    """The hook, with a wait of the host."""
+
+    def wait(state, bucket):
+        future = hook(state, bucket)
+        future.wait()
+        return future
+
+    return wait
+
+
+def train_replicated(state, hook, num_steps, *, k=1, clip=None, model=None, **options):
+    """The parameters of DistributedDataParallel on this rank."""
+    model = DistributedDataParallel(model or build(), **options)
+    model.register_comm_hook(state, waiting(hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(num_steps):
+        for micro in range(k):
+            with model.no_sync() if micro + 1 < k else contextlib.nullcontext():
+                (loss_of(model, step * k + micro) / k).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().view(-1) for p in model.module.parameters()]
+
+
+def start(state, hook, *, model=None, **config):
+    model = model or build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = {"units": lambda module: False, **config}
+    return zeroshard.initialize(model, optimizer, config, gradient_hook=(state, hook)).engine
+
+
+def train(engine, steps, k=1):
+    for step in steps:
+        for micro in range(k):
+            engine.backward(loss_of(engine, step * k + micro))
+            engine.step()
+    with engine.unsharded():
+        return [p.detach().reshape(-1).clone() for p in engine.parameters()]
+
+
+def differ(one, other):
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+def stacked(*arguments, **options):
+    """An all-gather of Gloo, whose future has the form of NCCL's, on which torch's quantization relies."""
+    future = dist.all_gather(*arguments, **options).get_future()
+    return SimpleNamespace(get_future=lambda: future.then(lambda done: [torch.stack(done.value())]))
+
+
+@on_ranks(2)
+def test_hooks_of_torch_give_the_bits_of_ddp():
+    for stage in (0, 1):
+        for make, hook in ((lambda: None, allreduce_hook), (lambda: None, bf16_compress_hook)):
+            want = train_replicated(make(), hook, 3)
+            assert not differ(train(start(make(), hook, stage=stage), range(3)), want)
+        names = SimpleNamespace(all_gather=stacked, group=dist.group, get_rank=dist.get_rank)
+        with mock.patch.object(quantization_hooks, "dist", names):
+            hook = quantization_hooks.quantization_perchannel_hook
+            want = train_replicated(None, hook, 3)
+            assert not differ(train(start(None, hook, stage=stage), range(3)), want)
+
+
+def elements_sent(call):
+    """The elements that go into all-reduces in a call, and its result."""
+    sent, own = [], dist.all_reduce
+
+    def all_reduce(tensor, *arguments, **options):
+        sent.append(tensor.numel())
+        return own(tensor, *arguments, **options)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        result = call()
+    return sum(sent), result
+
+
+@on_ranks(2)
+def test_power_sgd_gives_the_bits_of_ddp_and_sends_what_its_formula_says():
+    want = train_replicated(power(), powerSGD_hook, 20)
+    for stage in (0, 1):
+        engine = start(power(), powerSGD_hook, stage=stage)
+        train(engine, range(WARM_UP))
+        sent, got = elements_sent(lambda engine=engine: train(engine, range(WARM_UP, 20)))
+        assert not differ(got, want)
+        # P of n r and Q of m r elements for each matrix, and the biases as they are.
+        assert sent >= (20 - WARM_UP) * sum((n + m) * RANK + n for n, m in SIZES)
+        flags = sent - (20 - WARM_UP) * sum((n + m) * RANK + n for n, m in SIZES)
+        assert flags < 1000 * (20 - WARM_UP)  # small agreements of the engine
+
+
+@on_ranks(2)
+def test_power_sgd_over_several_units_gives_the_bits_of_ddp_over_as_many_buckets():
+    want = train_replicated(power(), powerSGD_hook, 8, model=build(bias=False), bucket_cap_mb=1e-6)
+    state = power()
+    engine = start(state, powerSGD_hook, model=build(bias=False), stage=1, units=("Linear",))
+    assert not differ(train(engine, range(8)), want)
+    assert len(state.error_dict) == len(SIZES)
+    assert state.iter == 8
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@on_ranks()
+def test_a_hook_runs_at_the_boundary_and_clipping_sees_its_means(num_ranks):
+    config = {"gradient_accumulation_steps": 3, "clip_grad_norm": 0.01, "stage": 1}
+    config |= {"shard_group_size": 2} if num_ranks == 4 else {}
+    want = train_replicated(power(), powerSGD_hook, 6, k=3, clip=0.01)
+    assert differ(train(start(power(), powerSGD_hook, **config), range(6), k=3), want) < 1e-6
+
+
+@on_ranks(2)
+def test_ranks_of_post_local_sgd_go_apart_as_in_ddp_and_are_saved_where_they_agree(tmp_path):
+    for local in (True, False):
+
+        def state(local=local):
+            subgroup, _ = dist.new_subgroups(1)
+            return PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce=local)
+
+        want = train_replicated(state(), post_localSGD_hook, 4)
+        engine = start(state(), post_localSGD_hook, stage=0)
+        train(engine, range(2))
+        engine.save_checkpoint(tmp_path, f"{local}")
+        train(engine, range(2, 4))
+        got = [p.detach() for p in engine.parameters()]
+        assert not differ(got, want)
+        with pytest.raises(RuntimeError, match=r"has let ranks go apart: .*Average the parameters"):
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises(RuntimeError, match="ranks have different gradients"):
+            engine.clip_grad_norm_(1.0)
+
+
+REFUSED = [
+    ({"stage": 2}, r"powerSGD_hook with stage=2: expected one of \[0, 1\].*reduce_dtype='bf16'"),
+    ({"stage": 3}, r"powerSGD_hook with stage=3: expected one of \[0, 1\]"),
+    ({"stage": 1, "precision": {"param_dtype": "fp16"}}, "with float16: .*expected bf16"),
+    ({"stage": 1, "nonfinite": "skip"}, "with nonfinite='skip': expected one of .'report', 'error'."),
+]
+REFUSED_APART = [
+    ({"stage": 1}, r"with stage=1: expected one of \[0\], as ranks go on with different gradients"),
+    ({"clip_grad_norm": 1.0}, "with clip_grad_norm=1.0: expected one of .None., as ranks go on"),
+    ({"nonfinite": "error"}, "with nonfinite='error': expected one of .'report'."),
+    ({"offload": {"optimizer": "cpu"}}, "with offload.optimizer='cpu': expected one of .'none'."),
+    ({"precision": {"main_dtype": "bf16"}}, "with precision.main_dtype=torch.bfloat16: expected one of"),
+    ({"ignored": ["0.0.bias"]}, "with ignored=.*: expected one of .None."),
+]
+
+
+@on_ranks(2)
+def test_settings_in_which_a_hook_cannot_be_right_are_refused():
+    for config, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            start(power(), powerSGD_hook, **config)
+    for config, message in REFUSED_APART:
+        with pytest.raises(ValueError, match=message):
+            start(PostLocalSGDState(None, None, 1), post_localSGD_hook, **{"stage": 0, **config})
+    plan, pair = {"0.0": "colwise", "1.0": "rowwise"}, (power(), powerSGD_hook)
+    config = {"stage": 1, "mesh": {"tp": 2}}
+    with pytest.raises(ValueError, match=r"with mesh\.tp=2: expected one of .1."):
+        zeroshard.initialize(build(), None, config, tp_plan=plan, gradient_hook=pair)
+    with pytest.raises(ValueError, match=r"expected \(state, hook\)"):
+        zeroshard.initialize(build(), None, {"stage": 0}, gradient_hook=powerSGD_hook)
+    alone, _ = dist.new_subgroups(1)
+    with pytest.raises(ValueError, match="expected a group of all 2 ranks, got 1"):
+        start(PowerSGDState(alone), powerSGD_hook, stage=0)
+    state = PowerSGDState(None, 1 + dist.get_rank())
+    with pytest.raises(RuntimeError, match="'matrix_approximation_rank': 2"):
+        start(state, powerSGD_hook, stage=0)
+
+
+@on_ranks(2)
+def test_after_a_backward_that_failed_a_warning_says_that_the_state_may_hold_parts_of_it():
+    engine = start(power(), powerSGD_hook, stage=1, units=("Linear",))
+    train(engine, range(5))
+
+    def fail(_):
+        raise ArithmeticError
+
+    loss = loss_of(engine, 5)
+    next(iter(engine.module.parameters())).register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    with pytest.warns(UserWarning, match="Load the last checkpoint"):
+        engine.zero_grad()
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def resume(folder, num_steps):
+    """Train on from a checkpoint with another state of the hook."""
+    engine = start(power(), powerSGD_hook, stage=1, units=("Linear",))
+    engine.load_checkpoint(folder, "middle")
+    return train(engine, range(engine.global_step, num_steps))
+
+
+def save_in_the_middle(folder, num_steps):
+    engine = start(power(), powerSGD_hook, stage=0, units=("Linear",))
+    train(engine, range(6))
+    engine.save_checkpoint(folder, "middle", blocking=False)
+    found = train(engine, range(6, num_steps))
+    return found, resume(folder, num_steps)
+
+
+def load_elsewhere(folder):
+    state = power()
+    engine = start(state, powerSGD_hook, stage=1, units=("Linear",))
+    with pytest.warns(UserWarning, match="state of a gradient hook on 2 ranks"):
+        engine.load_checkpoint(folder, "middle")
+    plain = zeroshard.initialize(build(), lambda ps: torch.optim.SGD(ps, 0.05, 0.9), {"stage": 1}).engine
+    with pytest.warns(UserWarning, match="state of a gradient hook on 2 ranks"):
+        plain.load_checkpoint(folder, "middle")
+    return state.iter
+
+
+def test_checkpoints_keep_errors_and_memory_of_each_rank_for_the_same_number_of_ranks(ranks: Ranks, tmp_path):
+    for found, resumed in ranks(2, save_in_the_middle, str(tmp_path), 12):
+        assert not differ(found, resumed)
+    assert ranks(1, load_elsewhere, str(tmp_path)) == [0]
+
+
+class Mean:
+    """A state with a value that no checkpoint can hold."""
+
+    def __init__(self):
+        self.call = copy.copy
+
+
+@on_ranks(2)
+def test_a_state_that_cannot_be_saved_is_refused_by_the_name_of_its_value(tmp_path):
+    engine = start(Mean(), lambda _, bucket: allreduce_hook(None, bucket), stage=0)
+    with pytest.raises(ValueError, match=r"gradient_hook.*'call'"):
+        engine.save_checkpoint(tmp_path)
