@@ -331,17 +331,12 @@ def check_values(root: nn.Module) -> None:
 def materialize_others(root: nn.Module) -> None:
     """Give memory to deferred buffers, and to tensors that modules hold as plain attributes."""
     made: dict[int, Tensor] = {}
-
-    def materialize(tensors: dict[str, Any]) -> None:
-        for name, tensor in tensors.items():
+    for held in (held for module in root.modules() for held in (module._buffers, vars(module))):
+        for name, tensor in held.items():
             if isinstance(tensor, Tensor) and deferred_of(tensor) is not None:
                 if id(tensor) not in made:
                     made[id(tensor)] = values_of(tensor)
-                tensors[name] = made[id(tensor)]
-
-    for module in root.modules():
-        materialize(module._buffers)
-        materialize(vars(module))
+                held[name] = made[id(tensor)]
 
 
 @torch.no_grad()
