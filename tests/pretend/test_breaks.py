@@ -8,8 +8,9 @@ from tests.pretend.scenarios import SCENARIOS
 from tests.ranks import Ranks
 
 CASES = [(name, scenario) for name, b in BREAKS.items() for scenario in b.scenarios]
-FIRST = {b.kinds: (name, b.scenarios[0]) for name, b in reversed(BREAKS.items())}
-"""The first break of each kind of finding."""
+CHEAPEST = sorted(CASES, key=lambda case: case[1] == "stage3")
+FIRST = {BREAKS[name].kinds: (name, scenario) for name, scenario in CHEAPEST}
+"""A break of each kind of finding, in a plain training where it shows there."""
 
 
 @pytest.mark.parametrize(

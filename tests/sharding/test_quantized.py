@@ -150,6 +150,7 @@ def loaded(kind, stage, seed, directory):
     return train(engine, range(2, 4)), engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize(("kind", "frozen"), [("nf4 twice", True), ("int8", False)])
 def test_a_checkpoint_loads_at_another_layout_over_the_same_base_or_any(ranks, tmp_path, kind, frozen):
     seed = 5 if frozen else 0

@@ -88,6 +88,8 @@ def equal_bits(folder):
             make = MAKERS[name]
             want, _ = run(options, make)
             for tier, offload in tiers.items():
+                if tier == "cpu" and name != "AdamW" and not os.environ.get("ALL_STAGES"):
+                    continue  # the host is the device of ranks on CPUs
                 got, stepped = run(options | {"offload": offload | {"step_in_backward": True}}, make)
                 what = f"{precision}, {name}, {tier}"
                 found += [f"{what}: losses"] * (got.losses != want.losses)
