@@ -17,8 +17,8 @@ from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.eightbit.step import over_threads
 
-COMPILED = ["AdamW8bit", "AdEMAMix8bit"]
-"""Rules with two and with three states, which numba compiles in seconds; `test_bfloat16.py` has one state."""
+COMPILED = ["AdamW8bit"]
+"""A rule with two states, which numba compiles in seconds; `test_bfloat16.py` has one state."""
 PLAIN = {"AdamW8bit": torch.optim.AdamW, "Adam8bit": torch.optim.Adam, "SGD8bit": torch.optim.SGD}
 
 

@@ -77,7 +77,7 @@ def ours(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = 
 @pytest.mark.parametrize(("name", "kind"), [("gpipe", torchs.ScheduleGPipe), ("1f1b", torchs.Schedule1F1B)])
 def test_gpipe_and_1f1b_have_the_order_that_torch_runs(name: str, kind: Any) -> None:
     """Torch's printed list of 1F1B is no measure: it names a micro-batch too far on the last rank."""
-    for num_ranks, num_microbatches in product(range(1, 6), range(1, 9)):
+    for num_ranks, num_microbatches in product((1, 2, 3, 5), (1, 2, 3, 8)):
         assert ours(name, num_ranks, num_microbatches) == order_run_by_torch(
             kind, num_ranks, num_microbatches
         )

@@ -68,6 +68,7 @@ def test_scaled_hyperparameters_change_as_much_in_as_many_samples():
 # ------------------------------------------------------------------------------------------ throughput
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_no_rank_idles_between_steps():
     """The time of a list is that of its actions; with a drain at each step it would be 1.8 times that.
