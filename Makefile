@@ -7,6 +7,7 @@ SHELL := /bin/bash
 NPROC ?= 2# ranks of `make finetune`
 LLM ?= $(HOME)/.cache/zeroshard/smollm2# folder for the model of `make finetune-llm`
 JOBS ?= 2# processes that take the test files in turns; each has ranks of its own
+BY_FILE := --dist loadfile --no-loadscope-reorder# tests/conftest.py has the order
 ARGS ?=# further arguments of finetune, test, test-all, fuzz, kill-trials, bench, package
 
 # A Python that can make .venv, and the one that runs everything: of an active environment with torch, or of .venv.
@@ -51,10 +52,10 @@ finetune-llm: setup-llm  ## Teach a pretrained model of 135 M parameters facts a
 	    --seq-len 256 --batch-size 1 --steps 48 --lr 2e-4 --output finetuned-llm $(ARGS)
 
 test: setup-dev  ## Run the tests of every behaviour, in minutes (ARGS="-k layout")
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-all: setup-all  ## Run all tests: those, and the long ones
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest --all -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m pytest --all -n $(JOBS) $(BY_FILE) $(ARGS)
 
 fuzz: setup-dev  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")
 	"$(PYTHON)" -m tests.fuzz $(ARGS)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from tests import seconds
 from tests.ranks import Ranks
 from tests.worker import ask_no_name_server
 
@@ -27,7 +28,7 @@ def ranks() -> Iterator[Ranks]:
     """Runs a function on several ranks: `ranks(2, function, *args)`. See `tests.ranks`."""
     ranks = Ranks()
     yield ranks
-    ranks.close()
+    ranks.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[NUM_FAST] = num_fast = dict.fromkeys((str(item.path) for item in items), 0)
     for item in items:
         num_fast[str(item.path)] += not item.get_closest_marker("long")
+    if hasattr(config, "workerinput"):  # the files that take longest come first, so that none ends alone
+        taken = seconds.kept()
+        items.sort(key=lambda item: -taken.get(item.nodeid.partition("::")[0].removeprefix("tests/"), 0))
     if config.option.all or config.option.markexpr:
         return
     left_out = {item for item in items if item.get_closest_marker("long") and not _is_named(item, config)}

@@ -9,8 +9,6 @@ until then: so what happens to one run in five happens to every other one.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import tempfile
 import time
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from tests.forks import Fork, Forker
+from tests.forks import Fork, forker
 from tests.ranks import _torchrun_environment
 
 AT_ONCE = 4
@@ -41,9 +39,6 @@ class Ending(NamedTuple):
 
 class Forks:
     """What the fixture `run` gives to a test."""
-
-    def __init__(self, forker: Forker) -> None:
-        self._forker = forker
 
     def __call__(self, *scripts: str, num_ranks: int = 2) -> list[tuple[Ending, ...]]:
         """Run each script on some ranks; the endings of all of them, by script."""
@@ -75,17 +70,9 @@ class Forks:
             json.dump((environment, script), source)
             source.flush()
             source.seek(0)
-            return self._forker.fork(source.fileno(), output.fileno(), b"script"), output
-
-
-@functools.cache
-def forks() -> Forks:
-    """One process for the tests of all files: it takes seconds to start."""
-    forker = Forker()
-    atexit.register(forker.stop)
-    return Forks(forker)
+            return forker(0).fork(source.fileno(), output.fileno(), b"script"), output
 
 
 @pytest.fixture
 def run() -> Forks:
-    return forks()
+    return Forks()

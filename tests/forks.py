@@ -11,6 +11,8 @@ processes, and neighbouring ranks are forks of different ones.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import json
 import os
@@ -113,6 +115,14 @@ class Forker:
         """End the process, and with it ranks that still run."""
         self._socket.close()
         self._process.wait()
+
+
+@functools.cache
+def forker(number: int) -> Forker:
+    """Return the forker with a number; all tests of this process share it, for it takes seconds to start."""
+    made = Forker()
+    atexit.register(made.stop)
+    return made
 
 
 # ---------------------------------------------------------------------------------- inside the process

@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.forks import Forker
+from tests.forks import forker
 from tests.worker import Failure, Reply, Worker, print_stacks
 
 LOAD_TIMEOUT = 300.0  # seconds, a process's start included
@@ -63,7 +63,6 @@ class Ranks:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
-        self._forkers: list[Forker] = []
 
     def __call__(
         self,
@@ -106,16 +105,9 @@ class Ranks:
         """Kill all ranks."""
         self._stop(self._workers)
 
-    def close(self) -> None:
-        """Kill all ranks, and end the processes that fork them."""
-        self.stop()
-        for forker in self._forkers:
-            forker.stop()
-
     def _start(self, num_ranks: int) -> None:
-        self._forkers += [Forker() for _ in range(min(num_ranks, NUM_FORKERS) - len(self._forkers))]
         for rank in range(len(self._workers), num_ranks):
-            self._workers.append(Worker(self._forkers[rank % NUM_FORKERS]))
+            self._workers.append(Worker(forker(rank % NUM_FORKERS)))
 
     def _stop(self, workers: Sequence[Worker]) -> None:
         for worker in list(workers):

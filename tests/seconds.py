@@ -26,16 +26,26 @@ def of_run(report: Path) -> dict[str, float]:
     """The seconds by file in a report in the form of JUnit; 0 for a file whose tests it has not."""
     found = dict.fromkeys(files(), 0.0)
     for case in ElementTree.parse(report).iter("testcase"):
-        _, *path = case.attrib["classname"].split(".")
-        found["/".join(path) + ".py"] += float(case.attrib["time"])
+        file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
+        if file in found:
+            found[file] += float(case.attrib["time"])
     return {file: round(seconds, 1) for file, seconds in found.items()}
 
 
 def kept() -> dict[str, float]:
-    """The seconds by file in seconds.json."""
-    seconds: dict[str, float] = json.loads(KEPT.read_text(encoding="utf-8"))
-    return seconds
+    """The seconds by file in seconds.json, which has a line for each folder."""
+    folders: dict[str, dict[str, float]] = json.loads(KEPT.read_text(encoding="utf-8"))
+    return {file: seconds for of_files in folders.values() for file, seconds in of_files.items()}
+
+
+def keep(seconds: dict[str, float]) -> None:
+    """Write seconds.json."""
+    folders: dict[str, dict[str, float]] = {}
+    for file, value in seconds.items():
+        folders.setdefault(str(Path(file).parent), {})[file] = value
+    lines = (f"{json.dumps(folder)}: {json.dumps(of_files)}" for folder, of_files in folders.items())
+    KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    KEPT.write_text(json.dumps(of_run(Path(sys.argv[1])), indent=0) + "\n", encoding="utf-8")
+    keep(of_run(Path(sys.argv[1])))

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -72,16 +71,14 @@ def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folde
     assert f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" in summary
     found = rows(totals, 3)
     assert found["parameter"] == ["float32", str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
-    assert found["optimizer state"][1:3] == [str(2 * count), f"{2 * numel:,}"]
     assert found["total"] == ["float32", str(3 * count), f"{3 * numel:,}", f"{numel * 12 / 1024:.1f} KiB"]
+    found = rows(tensors, 3)
     for name, parameter in model.named_parameters():
-        shape = "x".join(map(str, parameter.shape)) or "scalar"
-        size = f"{parameter.nbytes} B" if parameter.nbytes < 1024 else f"{parameter.nbytes / 1024:.1f} KiB"
-        assert rows(tensors, 3)[name] == ["parameter", "float32", shape, size]
+        cells = ["float32", "x".join(map(str, parameter.shape)) or "scalar", format_bytes(parameter.nbytes)]
+        assert found[name] == ["parameter", *cells]
         for key in ("exp_avg", "exp_avg_sq"):
-            state = rows(tensors, 3)[f"optimizer/{name}/{key}"]
-            assert state == ["optimizer state", "float32", shape, size]
-    names = [name for name, (kind, *_) in rows(tensors, 3).items() if kind == "parameter"]
+            assert found[f"optimizer/{name}/{key}"] == ["optimizer state", *cells]
+    names = [name for name, (kind, *_) in found.items() if kind == "parameter"]
     assert names == [name for name, _ in model.named_parameters()]
     assert verdict == "intact: all files are there and as they were written\n"
 
@@ -118,6 +115,17 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("estimate", "7e9", "--optimizer-bits", "4"), "optimizer-bits"),
         (("estimate", "7e9", "--precision", "int8"), "int8"),
         (("estimate", "7e9", "--config", "a.toml", "--stage", "1"), "leave out --stage, --precision"),
+        (("estimate", "7B", "--tokens", 100, "--length", 3), "expected a divisor of the 100 tokens, got 3"),
+        (("estimate", "7B", "--host", "1TiB"), "--host needs --memory"),
+        (("estimate", "7B", "--memory", "80GB", "--nvme", "1TiB"), "--nvme needs --memory and --host"),
+        (("estimate", "7B", "--length", 4096), "--length needs --tokens"),
+        (("estimate", "7B", "--memory-budget", "9GB"), "--memory-budget needs --tokens and --recompute auto"),
+        (("estimate", "7B", "--tokens", -1), "num_tokens: expected an integer >= 0, got"),
+        (("estimate", "7B", "--pp", 3), "mesh.pp=3"),
+        (("estimate", "7B", "--pp", 4, "--tokens", 4096), "expected mesh.pp=1 for activations, got 4"),
+        (("estimate", "7B", "--pp", 4), "mesh.pp > 1: expected a model"),
+        (("estimate", "7B", "--lora", 8), "expected the config.json of a model, got a number"),
+        (("estimate", "7B", "--weight-bits", 8), "expected the config.json of a model, got a number"),
         (("mesh",), "--ranks"),
         (("mesh", "--ranks", "many"), "'many'"),
         (("mesh", "--ranks", 0), "num_ranks: expected at least 1 rank, got 0"),
@@ -170,20 +178,6 @@ def test_each_rank_of_a_mesh_has_a_line_with_its_place_on_each_axis(capsys, num_
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("written_by", 3), ("model", []), ("files", {"../out": {"num_bytes": 1, "crc32": 0}})]
-)
-def test_a_manifest_that_says_what_cannot_be_is_damaged(folder, tmp_path, capsys, key, value):
-    content = json.loads((folder / "second.0" / "zeroshard.json").read_text())["content"] | {key: value}
-    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    (tmp_path / "zeroshard.json").write_text(json.dumps({"content": content, "crc32": crc}))
-    (tmp_path.parent / "out").write_bytes(b"x")
-    for command in ("inspect", tmp_path), ("export", tmp_path, tmp_path / "new"):
-        code, said = failure(capsys, *command)
-        assert code == 1
-        assert f"{tmp_path / 'zeroshard.json'}: damaged" in said
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("7e9", 7 * 10**9),
@@ -205,12 +199,7 @@ def table(text: str) -> dict[str, list[str]]:
 def test_estimate_shows_all_stages_side_by_side(capsys):
     out = shown(capsys, "estimate", "7B", "--precision", "bf16")
     answers = [zeroshard.estimate(7e9, 8, {"stage": s, "precision": "bf16"}) for s in range(4)]
-    found = table(out)
-    assert found["parameters"] == [format_bytes(answer.parameters) for answer in answers]
-    assert found["gathered at the peak"] == [format_bytes(answer.peak_unsharded) for answer in answers]
-    assert found["total at the peak"] == [format_bytes(answer.peak) for answer in answers]
-    assert "31 blocks of 193 M, embedding and head of 509 M" in " ".join(out.split())
-    assert "bfloat16" in out
+    assert table(out)["total at the peak"] == [format_bytes(answer.peak) for answer in answers]
     assert "Activations" in out
     assert max(map(len, out.splitlines())) < 80
 

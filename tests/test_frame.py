@@ -92,10 +92,14 @@ DISTRIBUTED = {
 }
 
 
-def modules(folder: str) -> dict[str, ast.Module]:
+Trees = dict[str, ast.Module]
+parsed = functools.cache(ast.parse)
+
+
+def modules(folder: str) -> Trees:
     """The syntax trees under a folder of the repository, by path."""
     files = sorted((ROOT / folder).rglob("*.py"))
-    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    return {str(file.relative_to(ROOT)): parsed(file.read_text(encoding="utf-8")) for file in files}
 
 
 def part_of(path: str) -> str:
@@ -134,18 +138,25 @@ def used_attributes(tree: ast.Module) -> Iterator[str]:
     return (ast.unparse(node) for node in attributes if id(node) not in beginnings)
 
 
+def uses(trees: Trees) -> Iterator[tuple[str, str]]:
+    """The paths of modules, each with a name that it imports or has in an expression."""
+    for path, tree in trees.items():
+        yield from ((path, name) for name in (*imported(tree), *used_attributes(tree)))
+
+
 def may_use(part: str, name: str) -> bool:
     return any(is_within(name, own) for own in (MESH, *DISTRIBUTED.get(part, ())))
 
 
-Trees = dict[str, ast.Module]
 PARTS = {part_of(str(file.relative_to(ROOT))) for file in (ROOT / "zeroshard").rglob("*.py")}
 
 
 @pytest.fixture(scope="module")
-def trees() -> Trees:
+def trees() -> Iterator[Trees]:
     """Those of zeroshard; they are large, and gone after these tests."""
-    return modules("zeroshard")
+    yield modules("zeroshard")
+    for cached in (parsed, docstring_lines, statements):
+        cached.cache_clear()
 
 
 def test_every_module_has_a_place_in_the_layer_picture() -> None:
@@ -180,25 +191,16 @@ def test_parts_of_one_layer_do_not_import_each_other_in_a_circle(trees: Trees) -
 
 
 def test_only_comm_and_the_wrappers_of_torch_libraries_use_torch_distributed(trees: Trees) -> None:
-    used = {
-        f"{path} uses {name}"
-        for path, tree in trees.items()
-        for name in [*imported(tree), *used_attributes(tree)]
-        if is_within(name, "torch.distributed") and not may_use(part_of(path), name)
-    }
-    assert not used
+    of_torch = {one for one in uses(trees) if is_within(one[1], "torch.distributed")}
+    assert not {(path, name) for path, name in of_torch if not may_use(part_of(path), name)}
 
 
 def test_no_part_that_reads_checkpoints_unpickles(trees: Trees) -> None:
-    found = {
-        f"{path} uses {name}"
-        for path, tree in trees.items()
-        if part_of(path) in ("checkpoint", "safetensors", "hf", "cli")
-        for name in [*imported(tree), *used_attributes(tree)]
-        if (is_within(name, "pickle") and name != "pickle.dumps")
-        or name in ("torch.load", "torch.jit.load", "torch.serialization.load")
+    read = {one for one in uses(trees) if part_of(one[0]) in ("checkpoint", "safetensors", "hf", "cli")}
+    loads = {"torch.load", "torch.jit.load", "torch.serialization.load"}
+    assert not {
+        one for one in read if (is_within(one[1], "pickle") and one[1] != "pickle.dumps") or one[1] in loads
     }
-    assert not found
 
 
 PURE = (
@@ -309,12 +311,11 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     """The lines of all docstrings of a module."""
     scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documented = [
-        node for node in ast.walk(tree) if isinstance(node, scopes) and ast.get_docstring(node) is not None
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, scopes) and ast.get_docstring(node, False) is not None
     ]
     return {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-
-
-parsed = functools.cache(ast.parse)
 
 
 @functools.cache  # the files of the core are also files of the package
@@ -368,12 +369,10 @@ def says_bool(annotation: ast.expr | None) -> bool:
     return isinstance(annotation, ast.Name) and annotation.id == "bool"
 
 
-def targets_of(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+def targets_of(target: ast.expr, value: ast.expr) -> Iterable[tuple[ast.expr, ast.expr]]:
     """Pairs of a target and its value: `a, b = 1, 2` has two."""
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        yield from zip(target.elts, value.elts, strict=True)
-    else:
-        yield target, value
+    is_several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+    return zip(target.elts, value.elts, strict=True) if is_several else [(target, value)]  # type: ignore[attr-defined]
 
 
 def booleans(tree: ast.Module) -> set[str]:
@@ -389,8 +388,7 @@ def booleans(tree: ast.Module) -> set[str]:
                 names = [ast.unparse(node.target).removeprefix("self.")]
             elif isinstance(node, ast.Assign):
                 pairs = [pair for target in node.targets for pair in targets_of(target, node.value)]
-                own = [target.attr for target, value in pairs if is_of_self(target) and is_boolean(value)]
-                names = own
+                names = [target.attr for target, value in pairs if is_of_self(target) and is_boolean(value)]
             found.update(f"{owner.name}.{name}" for name in names if "." not in name)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import copyreg
 import json
 import logging
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections import deque
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -41,10 +39,11 @@ def report_of(function: str) -> Any:
 
 
 def of_torch() -> dict[str, Any]:
-    """All attributes of the modules and classes of torch that are loaded, and the items of containers."""
+    """All attributes of the modules and classes of torch that are loaded."""
     found: dict[str, Any] = {}
-    modules = [(name, one) for name, one in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
-    for module_name, module in modules:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] != "torch":
+            continue
         # By type(): isinstance asks a deprecated object for its class, and so makes it warn.
         classes = {
             f"{module_name}.{key}": value
@@ -53,13 +52,10 @@ def of_torch() -> dict[str, Any]:
         }
         for owner_name, owner in {module_name: module, **classes}.items():
             for key, value in list(vars(owner).items()):
-                if issubclass(type(value), ModuleType) or key in MADE_BY_PYTHON:
-                    continue
-                found[f"{owner_name}.{key}"] = value
-                if issubclass(type(value), dict):
-                    found[f"items of {owner_name}.{key}"] = tuple(value.items())
-                elif issubclass(type(value), list | set | deque):
-                    found[f"items of {owner_name}.{key}"] = tuple(value)
+                if not issubclass(type(value), ModuleType) and key not in MADE_BY_PYTHON:
+                    found[f"{owner_name}.{key}"] = value
+                    if issubclass(type(value), dict | list | set):
+                        found[f"length of {owner_name}.{key}"] = len(value)
     return found
 
 
@@ -67,68 +63,41 @@ def of_process() -> dict[str, Any]:
     """What else is one for the whole process."""
     import torch
 
-    backends = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32", "cudnn.benchmark", "cudnn.deterministic")
-    flags = dict.fromkeys(backends, torch.backends)
-    for name in flags:
-        for part in name.split("."):
-            flags[name] = getattr(flags[name], part)
+    backends = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark)
     return {
-        **{f"torch.backends.{name}": value for name, value in flags.items()},
+        "backends": [*backends, torch.get_float32_matmul_precision()],
         "operators": sorted(torch._C._dispatch_get_all_op_names()),
-        "dtype": str(torch.get_default_dtype()),
-        "device": str(torch.get_default_device()),
-        "threads of torch": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
+        "settings": [torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()],
         "generator": torch.get_rng_state().tolist(),
         "safe globals": torch.serialization.get_safe_globals(),
         "functions at exit": atexit._ncallbacks(),
-        "warnings.filters": list(warnings.filters),
-        "warnings.showwarning": warnings.showwarning,
+        "warnings": [warnings.showwarning, *warnings.filters],
         "environment": dict(os.environ),
         "random": random.getstate(),
-        "sys.meta_path": list(sys.meta_path),
-        "sys.path_hooks": list(sys.path_hooks),
-        "sys.path": list(sys.path),
-        "excepthooks": [sys.excepthook, sys.unraisablehook, threading.excepthook],
+        "sys": [*sys.meta_path, *sys.path, sys.excepthook, sys.unraisablehook, threading.excepthook],
         "signals": [signal.getsignal(number) for number in signal.valid_signals()],
         "threads": [thread.name for thread in threading.enumerate()],
-        "pickled by": dict(copyreg.dispatch_table),
         "log handlers": [list(logging.root.handlers), logging.root.level],
     }
-
-
-def import_all() -> None:
-    """Import zeroshard with all of its public names."""
-    import zeroshard
-
-    for name in zeroshard.__all__:
-        getattr(zeroshard, name)
 
 
 def changes() -> dict[str, list[str]]:
     """What differs after `import zeroshard` and its names; and the modules that they load beside torch's."""
     import torch  # noqa: F401
 
-    process_before, torch_before = of_process(), of_torch()
-    modules_before = set(sys.modules)
-    import_all()
+    process_before, torch_before, modules_before = of_process(), of_torch(), set(sys.modules)
+    import zeroshard
+
+    for name in zeroshard.__all__:
+        getattr(zeroshard, name)
     loaded = sorted(set(sys.modules) - modules_before)
     torch_after, process_after = of_torch(), of_process()
     differing = [name for name, value in process_before.items() if process_after[name] != value]
-    names = torch_after.keys() | torch_before.keys()
-    differing += sorted(
-        name for name in names if not is_same(torch_before.get(name, MISSING), torch_after.get(name, MISSING))
-    )
-    return {"differing": differing, "loaded": loaded}
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Compare by identity, items of containers too: tensors and their like have an == of their own."""
-    if type(one) is type(other) is tuple and len(one) == len(other):
-        return all(map(is_same, one, other))
-    return one is other
+    for name, value in torch_after.items():  # tensors and their like have an == of their own
+        before = torch_before.get(name, MISSING)
+        if before is not value and not (type(before) is type(value) is int and before == value):
+            differing.append(name)
+    return {"differing": differing + sorted(torch_before.keys() - torch_after.keys()), "loaded": loaded}
 
 
 @pytest.fixture(scope="module")

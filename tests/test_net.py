@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.net.breaks import BREAKS
-from tests.net.runner import FUZZ, Break, Checkout, files_of, find_breaks, located
+from tests.net.runner import FUZZ, Break, Checkout, find_breaks, located
 
 ROOT = Path(__file__).parents[1]
 MOST_SAYS = 130
@@ -120,15 +120,6 @@ def test_the_runner_shows_which_breaks_are_found(
     assert (checkout / "zeroshard/sums.py").read_text(encoding="utf-8") == CODE
     assert (tmp_path / "copies/0/zeroshard/sums.py").read_text(encoding="utf-8") == CODE
     assert not (tmp_path / "copies/0/left_out.pyc").exists()
-
-
-def test_a_test_is_named_without_its_file_where_one_file_has_it(checkout: Path) -> None:
-    assert located(checkout, "test_add[1]") == "tests/test_sums.py::test_add[1]"
-    (checkout / "tests/test_twice.py").write_text("def test_refuse():\n    pass\n", encoding="utf-8")
-    files_of.cache_clear()
-    for name, files in (("test_refuse", "test_sums.py', 'tests/test_twice.py"), ("test_none", r"\[\]")):
-        with pytest.raises(ValueError, match=f"{name}: expected one file with this test, found .*{files}"):
-            located(checkout, name)
 
 
 def test_a_file_is_damaged_for_the_time_of_its_tests(checkout: Path, tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from tools.install import requirements
-from tools.smoke import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -23,21 +21,6 @@ def test_changelog_and_citation_have_the_version_of_the_package() -> None:
     assert newest == PROJECT["version"]
     assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [PROJECT["version"]]
     assert re.findall(r"^license: (.*)$", citation, re.MULTILINE) == [PROJECT["license"]]
-
-
-def test_no_package_that_the_smoke_test_expects_to_be_absent_is_required() -> None:
-    names = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["dependencies"]}  # type: ignore[index]
-    assert names == {"torch", "numpy", "psutil"}
-    assert not names & OPTIONAL
-
-
-def test_the_smoke_test_knows_each_package_that_the_import_of_a_module_needs() -> None:
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "zeroshard").rglob("*.py"))
-    # Not those inside of functions, which are indented.
-    pattern = re.compile(r"^(?:import (\w+)$|from (\w+)[\w.]* import )", re.MULTILINE)
-    names = {name for text in sources for found in pattern.findall(text) for name in found if name}
-    known = {"torch", "numpy", "psutil", "zeroshard", "triton"} | OPTIONAL
-    assert names - sys.stdlib_module_names <= known
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:

@@ -46,7 +46,7 @@ def main() -> int:
         failed += _run_models(ranks, seeds, options)
     if options.kind in (None, "pipelines") and device().type == "cpu":
         failed += _run_pipelines(ranks, seeds if options.kind else seeds[::PIPELINES], options.most_ranks)
-    ranks.close()
+    ranks.stop()
     print(f"{time.monotonic() - start:.0f} s")
     return bool(failed)
 

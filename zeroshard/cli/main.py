@@ -32,18 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, ImportError) as error:
-        return _fail(error, USAGE)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, FAILURE)
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        print(f"zeroshard: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE if isinstance(error, ValueError | ImportError) else FAILURE
     finally:
         gc.enable()
     return 0
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"zeroshard: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
 
 
 class _Parser(ArgumentParser):
