@@ -225,7 +225,7 @@ class Counted:
             return DryRun(held, sent, model.units(num, config))
         if isinstance(model, Sizes) or self._loss_of is None:
             return DryRun()
-        ways = config.recompute, has_plan(config), config.loss
+        ways = config.recompute, has_plan(config), config.loss, config.mlp
         key = repr((config.precision, ways, config.mesh, config.units, config.ignored))
         if key not in self._runs:
             self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
