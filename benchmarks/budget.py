@@ -46,8 +46,8 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--measure", action="store_true", help="train, and compare predicted seconds")
-    parser.add_argument("--width", type=int, default=256, help="of the blocks that are trained")
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=128, help="of the blocks that are trained")
+    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     return parser.parse_args()

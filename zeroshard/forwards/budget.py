@@ -149,8 +149,7 @@ class Budget:
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
         if moves and streams.has_streams(self._device):
-            copies = HostCopies(context.memory, context.streams)
-            self._moving = SavedActivations(copies, activations.LEAST_BYTES, warns=False)
+            self._moving = SavedActivations(HostCopies(context.memory, context.streams), warns=False)
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
         activations of units. Set by the engine."""
