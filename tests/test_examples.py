@@ -1,7 +1,9 @@
 """The examples other than the main job: several axes of ranks, other libraries, a loop of samples."""
 
 import contextlib
+import importlib
 import io
+import itertools
 import json
 import math
 import re
@@ -11,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.commands import environment
@@ -129,6 +133,63 @@ def test_the_loop_of_samples_learns_what_is_rewarded(ranks, cache):
     rewards = numbers(printed)
     assert rewards[0] == pytest.approx(26 / 256, abs=0.03)
     assert rewards[-1] > 2 * rewards[0]
+
+
+@pytest.fixture
+def few_bit(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("few_bit")
+    for module in ("few_bit", *OWN):
+        sys.modules.pop(module, None)
+
+
+FEWBIT_GELU = {
+    "bounds": [-2.39798704, -0.711248159, -0.326290283, 0.0, 0.326182064, 0.710855860, 2.39811567],
+    "values": [
+        -0.00260009,
+        -0.08883533,
+        0.1251944,
+        0.37204148,
+        0.6277958,
+        0.87466175,
+        1.08880716,
+        1.00259936,
+    ],
+}
+"""Those of GELU with 3 bits in SkoltechAI's fewbit, the authors' package."""
+
+
+def test_levels_of_a_derivative_are_the_papers(few_bit):
+    levels = few_bit.best_levels(F.gelu, 3)
+    assert levels.bounds.tolist() == pytest.approx(FEWBIT_GELU["bounds"], abs=0.01)
+    assert levels.values.tolist() == pytest.approx(FEWBIT_GELU["values"], abs=2e-3)
+    for function in (F.gelu, F.silu):
+        errors = [few_bit.best_levels(function, bits).error for bits in range(1, 5)]
+        assert all(more > 2.5 * less > 0 for more, less in itertools.pairwise(errors))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_bits_of_an_input_are_kept_and_its_gradient_is_a_level(few_bit, bits):
+    module, saved = few_bit.FewBit(F.silu, bits), []
+    x = torch.randn(7, 9, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        output = module(x)
+    assert torch.equal(output, F.silu(x))
+    assert sum(one.nbytes for one in saved) == bits * 8  # of 63 elements
+    output.sum().backward()
+    expected = module.values[torch.bucketize(x.detach(), module.bounds)]
+    assert torch.equal(x.grad, expected)
+    assert len(module.values) == 2**bits
+
+
+@pytest.mark.long
+def test_a_model_with_few_bits_learns_at_each_stage(ranks, cache):
+    found = []
+    for stage in range(4):
+        options = ("--steps", "31", "--bits", "2", "--stage", str(stage))
+        found.append(numbers(ranks(2, run, "few_bit", cache, *options, process_group=False)[0]))
+    assert all(losses == found[0] for losses in found)
+    assert found[0][-1] < found[0][0] - 0.5
 
 
 @pytest.mark.long

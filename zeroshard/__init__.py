@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zeroshard.config.sections import Loader as Loader
     from zeroshard.config.sections import Loss as Loss
     from zeroshard.config.sections import Mesh as Mesh
+    from zeroshard.config.sections import Mlp as Mlp
     from zeroshard.config.sections import Offload as Offload
     from zeroshard.config.sections import Precision as Precision
     from zeroshard.engine import Engine as Engine
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "averages": ("EMA",),
     "config.pipeline": ("Pipeline",),
-    "config.sections": ("Checkpoint", "Config", "Loader", "Loss", "Mesh", "Offload", "Precision"),
+    "config.sections": ("Checkpoint", "Config", "Loader", "Loss", "Mesh", "Mlp", "Offload", "Precision"),
     "engine": ("Engine",),
     "entry": ("Initialized", "initialize"),
     "hf.pretrained": ("from_pretrained",),

@@ -20,7 +20,7 @@ from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.budget import Budget, budget_of
-from zeroshard.forwards.lean import lean_forwards
+from zeroshard.forwards.lean import lean_forwards, tile_mlps
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
 from zeroshard.forwards.wrapped import (
@@ -132,13 +132,16 @@ def shard_over(
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.recompute == "lean":
         lean_forwards(module, changes)
+    tile_mlps(module, config, changes)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":
         recompute_forwards(units, changes)
     budget = None
     if config.recompute == "auto":
-        budget = Budget(units, changes, context, budget_of(config.memory_budget, device))
+        num_bytes = budget_of(config.memory_budget, device)
+        # The backward of compiled code may write to the memory of saved tensors.
+        budget = Budget(units, changes, context, num_bytes, moves=not config.compile)
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()

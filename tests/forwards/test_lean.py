@@ -8,8 +8,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import zeroshard
+from tests.forwards.peak import Peak
 from tests.parallel.models import build, kind_of, tokens_of
 from tests.parallel.runs import compare, divided, plain
+from zeroshard.config.sections import Config, Mlp
+from zeroshard.forwards import lean
 from zeroshard.forwards.lean import lean_forwards
 from zeroshard.memory.activations import LiveBytes
 from zeroshard.sharding.context import Changes
@@ -129,13 +132,63 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, num_ranks, conf
     compare(found, plain(sgd, kind=kind, steps=3), losses=1e-6, norms=1e-5, values=1e-6)
 
 
+@pytest.mark.parametrize("tiles", [1, 5, TOKENS, 1000, "auto"])
+def test_an_mlp_in_tiles_has_the_same_gradients_and_one_tile_at_a_time(tiles, monkeypatch):
+    monkeypatch.setattr(lean, "TILE_BYTES", 5 * 6 * INNER * 8 * 2)
+    found = []
+    for config in (Config(), Config(mlp=Mlp(tiles=tiles))):
+        torch.manual_seed(0)
+        module, x = Gated().double(), torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True)
+        lean.tile_mlps(module, config, Changes())
+        with Peak([x, *module.parameters()]) as live:
+            output = module(x)
+            saved = live.now
+            output.square().sum().backward()
+        found.append((output, x.grad, *(p.grad for p in module.parameters())))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    wide, weights = 2 * TOKENS * INNER * 8, 3 * 16 * INNER * 8
+    assert saved < 4 * x.nbytes
+    if tiles in (5, "auto"):
+        assert live.peak < 8 * wide // 5 + 8 * x.nbytes + 2 * weights
+    module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), output, rtol=1e-12, atol=1e-12)
+
+
+def test_without_gated_mlps_tiles_are_refused():
+    with pytest.raises(ValueError, match=r"'mlp\.tiles': expected gated MLPs of transformers"):
+        zeroshard.initialize(build("GPT-2"), sgd, {"mlp": {"tiles": 2}})
+    for others in ({"mesh": {"tp": 2, "sequence": True}}, {"compile": True}):
+        with pytest.raises(ValueError, match=r"mlp\.tiles"):
+            Config.parse({"mlp": {"tiles": 2}, **others})
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config"),
+    [
+        *((1, {"stage": stage}) for stage in range(4)),
+        *((2, {"stage": stage}) for stage in (1, 3)),
+        (2, {"stage": 3, "recompute": "unit", "gradient_accumulation_steps": 2}),
+        (2, {"stage": 1, "mesh": {"tp": 2}, "recompute": "lean"}),
+        (2, {"stage": 0, "mesh": {"tp": 2}, "offload": {"activations": "cpu"}}),
+    ],
+    ids=str,
+)
+def test_a_model_with_mlps_in_tiles_trains_as_in_one_process(ranks, num_ranks, config):
+    kind = kind_of("Llama")
+    found = ranks(num_ranks, divided, {**config, "mlp": {"tiles": 3}}, sgd, kind=kind, steps=3)
+    compare(found, plain(sgd, kind=kind, steps=3), losses=1e-6, norms=1e-5, values=1e-6)
+
+
 def test_estimates_count_what_is_left_out():
     tokens, layers, inner = 9 * 1000, 2, build("Llama").config.intermediate_size
-    whole, lean = (
+    whole, leaner = (
         zeroshard.estimate(build("Llama"), 1, {"recompute": recompute}, num_tokens=tokens).activations
         for recompute in ("none", "lean")
     )
-    assert whole - lean == layers * tokens * inner * 8
+    assert whole - leaner == layers * tokens * inner * 8
+    tiled = zeroshard.estimate(build("Llama"), 1, {"mlp": {"tiles": 16}}, num_tokens=tokens).activations
+    assert layers * tokens * inner * 8 * 3.5 < whole - tiled <= layers * tokens * inner * 8 * 4
 
 
 def test_the_units_show_it():

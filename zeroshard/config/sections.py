@@ -146,6 +146,18 @@ class Loss(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mlp(Checked):
+    """The gated MLPs of a model of transformers."""
+
+    _prefix = "mlp."
+    tiles: Annotated[str | int, checked.either(checked.choice("none", "auto"), checked.integer(1))] = "none"
+    """Tiles of tokens in which each MLP computes, so that its wide tensors are never all there.
+
+    The backward computes each tile again. "auto": as few as keep one within 256 MB.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Checked):
     """The checkpoints of an engine."""
 
@@ -248,6 +260,8 @@ class Config(Checked):
     """Values in host memory or in files."""
     loss: Loss = Loss()
     """Tiles of the loss."""
+    mlp: Mlp = Mlp()
+    """Tiles of MLPs."""
     checkpoint: Checkpoint = Checkpoint()
     """Number and content of checkpoints."""
     loader: Loader = Loader()
@@ -263,6 +277,7 @@ class Config(Checked):
         sharded = (self.stage >= 1, "stage", ">= 1")
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
+        unparted = (not self.mesh.sequence, "mesh.sequence", "False")
         not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
         not_overridden = (not self.precision.overrides, "precision.overrides", "None")
         is_auto = self.recompute == "auto", "recompute", "'auto'"
@@ -274,13 +289,14 @@ class Config(Checked):
         offload, untraced = self.offload, (not self.pipeline.trace, "pipeline.trace", "False")
         return [
             (self.loss.tiles != "none", "loss.tiles", untraced),
+            # Of each tile a rank would have a part of the sequence.
+            (self.mlp.tiles != "none", "mlp.tiles", untraced, not_compiled, unparted),
             (self.shard_group_size is not None, "shard_group_size", sharded),
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
             (self.recompute == "auto", "recompute='auto'", whole),
             (self.memory_budget is not None, "memory_budget", is_auto),
-            (is_auto[0], "recompute='auto'", not_compiled),
             (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),

@@ -79,7 +79,7 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     """
     if not streams.has_streams(context.device):
         return
-    activations = SavedActivations(HostCopies(context.memory, context.streams), LEAST_BYTES, warns)
+    activations = SavedActivations(HostCopies(context.memory, context.streams), warns=warns)
     modules = {unit.module: unit for unit in units[1:]}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}
@@ -114,12 +114,11 @@ class SavedActivations:
 
     Args:
         copies: makes the copies.
-        least_bytes: memory of fewer bytes stays on the device.
         warns: True warns once if a unit is inside an activation checkpoint.
     """
 
-    def __init__(self, copies: HostCopies, least_bytes: int, warns: bool) -> None:
-        self._copies, self._least_bytes, self._warns = copies, least_bytes, warns
+    def __init__(self, copies: HostCopies, *, warns: bool) -> None:
+        self._copies, self._warns = copies, warns
         self._segment = _Segment(0)
         """The present one."""
         self._segments = weakref.WeakValueDictionary[int, _Segment]()
@@ -166,7 +165,7 @@ class SavedActivations:
         """
         alias = tensor.detach()
         storage = tensor.untyped_storage() if self._may_move(tensor) else None
-        if storage is None or storage._cdata in flat or storage.nbytes() < self._least_bytes:
+        if storage is None or storage._cdata in flat or storage.nbytes() < LEAST_BYTES:
             return functools.partial(checked, alias, alias._version)  # it stays on the device
         key = storage._cdata
         memory = self._waiting.get(key)

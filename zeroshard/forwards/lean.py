@@ -5,6 +5,10 @@
 
 The backward computes act(gate) again, element by element, so the gradients of a gated MLP have the same bits.
 Torch's GELU has others: it differs by the rounding of float32, 1e-6 relative.
+
+In tiles of tokens a gated MLP keeps its input alone, and each tile is computed again in the backward, so the
+wide tensors of one tile are all that is there. Autograd adds up the gradients of the weights. Source: Bekman
+et al. 2025, "Arctic Long Sequence Training", section 3.
 """
 
 from __future__ import annotations
@@ -21,12 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeroshard.config.sections import Config
+from zeroshard.forwards.tiled import TILE_BYTES
+from zeroshard.forwards.wrapped import checkpointed
 from zeroshard.sharding.context import Changes
 
 _GATED = "self.down_proj(self.act_fn(self.gate_proj({0})) * self.up_proj({0}))"
 """The forward of a gated MLP in transformers; its models have it under many names of classes."""
 _WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
 """Classes of transformers that compute the tanh form of GELU by single operations."""
+_WIDE = 6
+"""Wide tensors of a tile in its backward: the four that are saved, and two gradients."""
 
 
 class _Product(torch.autograd.Function):
@@ -63,6 +72,46 @@ def lean_forwards(model: nn.Module, changes: Changes) -> None:
             changes.around(module, "lean", lambda _: functools.partial(F.gelu, approximate="tanh"))
         elif _is_gated(type(module).forward) and _is_a_function(module.act_fn):
             changes.around(module, "lean", functools.partial(_gated, module))
+
+
+def tile_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
+    """Let gated MLPs of transformers compute in tiles of tokens, if the config says so.
+
+    Raises:
+        ValueError: the model has none; a pipeline rank may have none.
+    """
+    tiles = config.mlp.tiles
+    if tiles == "none":
+        return
+    found: list[Any] = []
+    for module in model.modules():
+        is_patched = "forward" in vars(module) and module not in changes.stacks
+        if not is_patched and _is_gated(type(module).forward):
+            found.append(module)
+    for mlp in found:
+        changes.around(mlp, "tiles", functools.partial(_tiled, mlp, tiles))
+    if not found and config.mesh.pp == 1:
+        raise ValueError(
+            "config key 'mlp.tiles': expected gated MLPs of transformers, which compute "
+            f"{_GATED.format('x')}, got none in {type(model).__name__}: set it to 'none'"
+        )
+
+
+def _tiled(mlp: Any, tiles: int | str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    again = checkpointed(mlp, forward)
+
+    def tiled(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(x)
+        length = x.shape[-2]
+        if isinstance(tiles, int):
+            size = -(-length // tiles)
+        else:
+            row = x[..., :1, 0].numel() * _WIDE * mlp.up_proj.out_features * x.element_size()
+            size = TILE_BYTES // max(1, row)
+        return torch.cat([again(tile) for tile in x.split(max(1, size), -2)], -2)
+
+    return tiled
 
 
 def _gated(mlp: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

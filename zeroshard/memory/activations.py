@@ -63,7 +63,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.keeping import KEEP, NO_LINK, Option, UnitCosts, choose_keeping, unit_costs
-from zeroshard.forwards.lean import lean_forwards
+from zeroshard.forwards.lean import lean_forwards, tile_mlps
 from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
 from zeroshard.forwards.wrapped import checkpointed, outermost
@@ -390,6 +390,7 @@ def _prepare(
     tile_losses(model, specs, config, changes)
     if config.recompute == "lean":
         lean_forwards(model, changes)
+    tile_mlps(model, config, changes)
     blocks = list(outermost(model, {spec.module for spec in specs[1:] if spec.originals}))
     if config.recompute in RECOMPUTED and not has_plan(config):
         for module in blocks:

@@ -106,7 +106,8 @@ def estimate(
         model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters, taken
             as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.activations`.
         world_size: number of ranks.
-        config: stage, precision, units, accumulation, prefetch, mesh, pipeline, tiers.
+        config: stage, precision, units, accumulation, prefetch, mesh, pipeline, tiers. With recompute="auto"
+            a `memory_budget` in bytes says which units recompute; no activations go to the host.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
         host_computes: True for ranks on the CPU, for which host memory is the device.
@@ -225,7 +226,7 @@ class Counted:
             return DryRun(held, sent, model.units(num, config))
         if isinstance(model, Sizes) or self._loss_of is None:
             return DryRun()
-        ways = config.recompute, has_plan(config), config.loss
+        ways = config.recompute, has_plan(config), config.loss, config.mlp
         key = repr((config.precision, ways, config.mesh, config.units, config.ignored))
         if key not in self._runs:
             self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
