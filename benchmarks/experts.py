@@ -1,6 +1,6 @@
 """Tokens a second of a Switch transformer, beside plain transformers: experts by "eager" and "grouped_mm".
 
-    python benchmarks/switch.py --ranks 2 --note "other jobs were running"
+    python benchmarks/experts.py --ranks 2 --note "other jobs were running"
 
 Plain transformers is Mixtral with one expert for each token, without capacity, trained by PyTorch (under
 DistributedDataParallel with several ranks). The same Switch model is trained by PyTorch, and by zeroshard at
@@ -39,7 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--note", default="", help="what else the machine did, for the JSON")
-    parser.add_argument("--name", default=None, help="of the JSON file; None: switch_RANKS")
+    parser.add_argument("--name", default=None, help="of the JSON file; None: experts_RANKS")
     parser.set_defaults(before=None)
     return parser.parse_args(arguments)
 
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> None:
     ]
     if dist.get_rank() == 0:
         settings = {**vars(args), **SIZES, "experts": 8, "batch of a rank": BATCH}
-        path = record.write(args.name or f"switch_{args.ranks}", rows, settings=settings, note=args.note)
+        path = record.write(args.name or f"experts_{args.ranks}", rows, settings=settings, note=args.note)
         for row in rows:
             print(" | ".join(map(str, row.values())))
         print(f"wrote {path}")
