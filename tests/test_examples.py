@@ -205,3 +205,11 @@ def test_ray_trains_on_two_workers_and_starts_them_again_after_one_has_died(tmp_
     assert newest == str(tmp_path / "runs" / "zeroshard" / "checkpoint-step-21")
     kept = sorted(path.name for path in Path(newest).parent.glob("checkpoint-step-*"))
     assert kept == ["checkpoint-step-11", "checkpoint-step-21"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["switch", "sparse_attention"])
+def test_a_model_of_experts_and_one_with_sparse_attention_learn(name, cache):
+    """tests/test_example_models.py compares them with plain PyTorch."""
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(name, cache, "--steps", 20))]
+    assert losses[-1] < losses[0]

@@ -165,6 +165,14 @@ EXCHANGES = (
         tests=("test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),
     ),
     Break(
+        name="replicas_are_summed",
+        says="An outer step takes the sum of the replicas' values for their mean.",
+        file="zeroshard/outer.py",
+        find="values.div_(self._axis.size)",
+        replace="values.div_(1)",
+        tests=("test_replicas_equal_one_process_that_trains_them",),
+    ),
+    Break(
         name="buffers_are_not_broadcast",
         says="Each rank starts with its own values of the model's buffers, not with rank 0's values.",
         file="zeroshard/assemble.py",

@@ -325,7 +325,13 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1, *, is_local: b
             f"expected a mesh with an axis {others[0]!r} to hold all {world.size} ranks, got {mesh.size()}"
         )
     shard = mesh.get_group(DP_SHARD if DP_SHARD in names else 0)
-    axes = Axes.of_one_group(mesh, _open_data(mesh, world, shard, is_local=is_local))
+    if is_local or PP in names or TP in names:
+        dp = _open_parts("data", mesh, (DP_SHARD,) if is_local else DATA, world)
+    elif mesh.size() == world.size:
+        dp = world
+    else:
+        dp = world.over(shard, _control_group(shard, [dist.get_process_group_ranks(shard)], world.timeout_s))
+    axes = Axes.of_one_group(mesh, dp)
     if is_local:
         axes.world, axes.outer = world, world.over(mesh.get_group(DP_REPLICATE))
     elif DP_REPLICATE in names:
@@ -344,18 +350,6 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1, *, is_local: b
     if axes.dp_replicate.size > 1:
         axes.dp.ledger.groups[GATHER] = axes.dp_shard.global_ranks[0]
     return axes
-
-
-def _open_data(mesh: DeviceMesh, world: Axis, shard: dist.ProcessGroup, *, is_local: bool) -> Axis:
-    """Return the axis of the ranks that add up gradients; collective."""
-    names = mesh.mesh_dim_names or ()
-    if is_local:
-        return _open_parts(DP_SHARD, mesh, (DP_SHARD,), world)
-    if PP in names or TP in names:
-        return _open_parts("data", mesh, DATA, world)
-    if mesh.size() == world.size:
-        return world
-    return world.over(shard, _control_group(shard, [dist.get_process_group_ranks(shard)], world.timeout_s))
 
 
 def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:

@@ -72,6 +72,10 @@ class UnshardedParameter(nn.Parameter):
         if not equal_values(self.detach().to(new), new):
             raise edit_error(self.fqn)
 
+    def set_(self, *source: Any) -> Any:
+        """Do nothing if the source is the parameter itself, as where torch's parametrizations begin."""
+        return self if source and source[0] is self else super().set_(*source)
+
 
 class ShownParameter(UnshardedParameter):
     """A full parameter under `unsharded()`, in the main dtype. Hooks go to the trained parameter."""

@@ -1,0 +1,231 @@
+"""Switch experts and sparse attention of the examples: oracles of papers, and training at every stage."""
+
+import copy
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import flex_attention
+
+import zeroshard
+from tests.distributed.training import SOME_STAGES
+from tests.ranks import on_ranks
+
+LENGTH = 24
+
+
+def example():
+    import switch
+
+    return switch
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "factor", "most"), [(16, 4, 1.0, 4), (10, 4, 1.25, 4), (3, 8, 1.0, 1)]
+)
+def test_capacity_is_that_of_the_paper(tokens, experts, factor, most):
+    assert example().capacity(tokens, experts, factor) == most == math.ceil(tokens / experts * factor)
+
+
+def test_exactly_the_tokens_beyond_capacity_are_dropped_in_their_order():
+    chosen = torch.tensor([0, 1, 0, 0, 2, 1, 0, 1, 1])
+    kept = example().within_capacity(chosen, 4, 2)
+    assert kept.tolist() == [True, True, True, False, True, True, False, False, False]
+
+
+def test_the_balance_of_even_routing_is_one_and_of_one_expert_their_number():
+    balance = example().balance
+    even = 20.0 * torch.eye(4).repeat(3, 1)
+    assert balance(even).item() == pytest.approx(1.0, abs=1e-6)
+    assert balance(torch.tensor([[50.0, 0, 0, 0]]).repeat(5, 1)).item() == pytest.approx(4.0, abs=1e-6)
+    logits = torch.randn(9, 4, dtype=torch.float64)
+    shares = torch.stack([(logits.argmax(1) == e).double().mean() for e in range(4)])
+    assert balance(logits).item() == pytest.approx(
+        4 * (shares * logits.softmax(1).mean(0)).sum().item(), abs=1e-6
+    )
+
+
+def test_a_block_is_each_tokens_expert_times_its_probability_and_zero_where_it_is_full():
+    """Against a loop over tokens, with a capacity that some tokens exceed."""
+    model = example().build("eager", capacity_factor=0.5)
+    block = model.model.layers[0].mlp
+    hidden = torch.randn(2, 16, 64)
+    got = block(hidden).flatten(0, 1)
+    tokens, taken = hidden.flatten(0, 1), [0] * 8
+    probabilities = (tokens @ block.gate.weight.T).softmax(1)
+    want = torch.zeros_like(tokens)
+    for number, token in enumerate(tokens):
+        value, expert = probabilities[number].max(0)
+        if taken[expert] < 2:  # 32 tokens / 8 experts * 0.5
+            gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
+            want[number] = value * (block.experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up))
+        taken[expert] += 1
+    assert max(taken) > 2
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- training, as in plain PyTorch
+
+
+def trained(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+
+
+def reference(model, steps, num_ranks):
+    """Plain PyTorch on one process: the mean of the losses of all ranks' batches."""
+    optimizer, losses = trained(model), []
+    for step in range(steps):
+        each = [model(tokens, labels=tokens).loss for tokens in batches(step, range(num_ranks))]
+        loss = sum(each) / num_ranks
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([one.item() for one in each])
+    return losses, model.state_dict()
+
+
+def batches(step, ranks):
+    return [example().batch(step, rank, 64, size=4, length=LENGTH) for rank in ranks]
+
+
+def wrong(model, stage, steps=3):
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    losses, want = reference(copy.deepcopy(model), steps, num_ranks)
+    engine = zeroshard.initialize(model, trained(model), {"stage": stage}).engine
+    for step in range(steps):
+        [tokens] = batches(step, [rank])
+        loss = engine(tokens, labels=tokens).loss
+        assert loss.item() == pytest.approx(losses[step][rank], abs=1e-5)
+        engine.backward(loss)
+        engine.step()
+    got = engine.full_state_dict()
+    return [name for name in got if (got[name] - want[name]).abs().max() > 1e-4]
+
+
+@pytest.mark.long_where(experts=["batched_mm", "eager"])
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+@on_ranks(1, 2)
+def test_a_switch_trains_as_in_plain_pytorch(experts):
+    """All parameters, at all stages: experts that get no token on a rank too."""
+    build = example().build
+    return [f"stage {stage}: {name}" for stage in SOME_STAGES for name in wrong(build(experts), stage)]
+
+
+@on_ranks(1, 2)
+def test_adapters_of_experts_train_as_in_plain_pytorch():
+    """LoRA on the stacked experts and on attention."""
+    switch, found = example(), []
+    for stage in SOME_STAGES:
+        model = switch.add_adapters(switch.build(), 2)
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        found += [f"stage {stage}: {name}" for name in wrong(model, stage)]
+    return found
+
+
+@pytest.mark.long_where(pattern=["fixed"])
+@pytest.mark.parametrize("pattern", ["fixed", "bigbird"])
+@on_ranks(1, 2)
+def test_a_model_with_sparse_attention_trains_as_in_plain_pytorch(pattern):
+    build = sparse().build
+    return [f"stage {stage}: {name}" for stage in SOME_STAGES for name in wrong(build(pattern), stage)]
+
+
+# ----------------------------------------------------------------------------------- sparse attention
+
+
+def sparse():
+    import sparse_attention
+
+    return sparse_attention
+
+
+def num_blocks(mask):
+    """The blocks that flex_attention computes, of each head."""
+    return (mask.kv_num_blocks + mask.full_kv_num_blocks).sum(-1)[0].tolist()
+
+
+CPU = torch.device("cpu")
+
+
+def test_bigbird_has_as_many_blocks_as_published():
+    """Of 4,096 tokens, in blocks of 64: 622 of 4,096 blocks, in each head; other heads have other ones."""
+    pattern = sparse().BigBird()
+    mask = sparse().block_mask(pattern, 2, 4096, CPU, False)
+    assert num_blocks(mask) == [622, 622]
+    first, second = pattern.blocks(2, 64)
+    assert first.sum() == second.sum() == 622
+    assert not first.equal(second)
+    assert first[1:-1].sum(1).tolist() == [7, *[8] * 60, 7]
+
+
+def test_fixed_patterns_are_the_sets_of_the_paper():
+    """Local: the same stretch of tokens. Summaries: the last ones of each. Both up to the token itself."""
+    length, stride, num = 48, 12, 2
+    mask = sparse().dense_mask(sparse().Fixed(stride, num, 16), 1, length, CPU, True)[0, 0]
+    for i in range(length):
+        local = {j for j in range(i + 1) if j // stride == i // stride}
+        summaries = {j for j in range(i + 1) if j % stride >= stride - num}
+        assert set(mask[i].nonzero().flatten().tolist()) == local | summaries
+    # 4,096 tokens, l = 128, c = 8, blocks of 64: the two blocks of a stretch, and the second of each before.
+    blocks = sparse().block_mask(sparse().Fixed(128, 8, 64), 1, 4096, CPU, True)
+    assert num_blocks(blocks) == [sum((1 + row % 2) + row // 2 for row in range(64))]
+
+
+def dense(query, key, value, mask):
+    """Attention written out; keys and values have half as many heads."""
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("pattern", ["Fixed", "BigBird"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_attention_equals_dense_attention_with_the_mask(pattern, is_causal, device):
+    """Forward and backward; torch refuses the backward on CPUs, whose operation it has."""
+    torch.manual_seed(0)
+    pattern = getattr(sparse(), pattern)(block=16)
+    dtype, bound = (torch.float64, 1e-6) if device.type == "cpu" else (torch.float32, 1e-5)
+    kind = {"device": device, "dtype": dtype, "requires_grad": True}
+    inputs = [torch.randn(2, heads, 192, 16, **kind) for heads in (4, 2, 2)]
+    mask = sparse().dense_mask(pattern, 4, 192, device, is_causal)
+    want = dense(*inputs, mask)
+    grad = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, inputs, grad)
+    outputs = [sparse().attend(pattern, *inputs, None, is_causal)]  # on a CPU with a dense mask
+    with mock.patch.object(flex_attention, "_validate_device"):
+        blocks = sparse().block_mask(pattern, 4, 192, device, is_causal)
+        outputs.append(flex_attention.flex_attention(*inputs, block_mask=blocks, enable_gqa=True))
+    detached = [one.detach() for one in inputs]
+    outputs.append(sparse().attend(pattern, *detached, None, is_causal))
+    for out in outputs:
+        torch.testing.assert_close(out, want, atol=bound, rtol=0)
+    for out in outputs[:2]:
+        for got, one in zip(torch.autograd.grad(out, inputs, grad), wanted, strict=True):
+            torch.testing.assert_close(got, one, atol=bound, rtol=0)
+
+
+def test_a_pattern_that_leaves_out_nothing_is_dense_attention():
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 64, 16) for _ in range(3)]
+    out = sparse().attend(sparse().BigBird(block=16, window=9), *inputs, None, True)
+    torch.testing.assert_close(
+        out, F.scaled_dot_product_attention(*inputs, is_causal=True), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_padding_and_caches_are_refused():
+    model = sparse().build("bigbird")
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    padded, packed = torch.ones(1, 32), torch.arange(32)[None] % 16
+    padded[0, 0] = 0
+    for options in ({"attention_mask": padded}, {"position_ids": packed}):
+        with pytest.raises(ValueError, match="without padding"):
+            model(tokens, **options)
+    model(tokens, attention_mask=torch.ones(1, 32))
