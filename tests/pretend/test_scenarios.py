@@ -13,7 +13,7 @@ QUICK = {
     *("pipeline_stage3", "pipeline_chunks_late", "asynchronous_pipedream", "host_plain_loop_1"),
     *("parameters_on_host_gradients_read_once", "parameters_on_host_in_pieces", "files_stage3_clip"),
     *("host_clipped", "host_batches_1", "host_stepped_in_backward", "host_in_pieces", "host_lamb_alone"),
-    *("host_gradients_are_held", "main_read_where_gathered", "host_one_unit"),
+    *("host_gradients_are_held", "hook_stage1", "main_read_where_gathered", "host_one_unit"),
 }
 """The others repeat a feature with another option or use, or are rare uses: they are long."""
 

@@ -188,11 +188,11 @@ def _compress(values: Sequence[Tensor], sizes: Sequence[int], errors: Sequence[T
 def _decompress(rows: Tensor, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the values, [rows, elements], that `_compress` has made bytes of."""
     num_bytes = len(widths) * dtype.itemsize
-    repeats = torch.tensor(widths, device=rows.device)
-    scales = rows[:, :num_bytes].contiguous().view(dtype).repeat_interleave(repeats, dim=1)
+    scales = rows[:, :num_bytes].contiguous().view(dtype).split(1, dim=1)
+    wide = torch.cat([scale.expand(-1, width) for scale, width in zip(scales, widths, strict=True)], dim=1)
     places = torch.arange(8, dtype=torch.uint8, device=rows.device)
     signs = (rows[:, num_bytes:, None] >> places & 1).bool().flatten(1)
-    return torch.where(signs, scales, -scales)
+    return torch.where(signs, wide, -wide)
 
 
 def _trade(axis: Axis, rows: Tensor, label: str) -> Tensor:

@@ -68,7 +68,7 @@ class Gradients:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
         self._reduce_dtype = plan.reduce_dtype
-        self._scale = 1.0 / context.axes.dp.size
+        self._scale = 1.0
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
