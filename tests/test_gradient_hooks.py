@@ -267,15 +267,21 @@ def test_checkpoints_keep_errors_and_memory_of_each_rank_for_the_same_number_of_
     assert ranks(1, load_elsewhere, str(tmp_path)) == [0]
 
 
-class Mean:
-    """A state with a value that no checkpoint can hold."""
-
-    def __init__(self):
-        self.call = copy.copy
-
-
 @on_ranks(2)
-def test_a_state_that_cannot_be_saved_is_refused_by_the_name_of_its_value(tmp_path):
-    engine = start(Mean(), lambda _, bucket: allreduce_hook(None, bucket), stage=0)
+def test_states_may_be_dicts_or_objects_and_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path):
+    def count(state, bucket):
+        values = state if isinstance(state, dict) else vars(state)
+        values["seen"] = values.get("seen", 0) + bucket.buffer()
+        return allreduce_hook(None, bucket)
+
+    for name, make in (("dict", dict), ("object", SimpleNamespace)):
+        states = make(), make()
+        engine = start(states[0], count, stage=0)
+        train(engine, range(3))
+        engine.save_checkpoint(tmp_path, name)
+        start(states[1], count, stage=1).load_checkpoint(tmp_path, name)
+        seen = [(state if name == "dict" else vars(state))["seen"] for state in states]
+        assert torch.equal(*seen)
+    engine = start({"call": copy.copy}, count, stage=0)
     with pytest.raises(ValueError, match=r"gradient_hook.*'call'"):
         engine.save_checkpoint(tmp_path)

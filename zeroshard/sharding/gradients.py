@@ -257,12 +257,11 @@ class Gradients:
 
     def _run_hook(self, flat: Tensor) -> Iterator[Handle]:
         """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
-        buffer, streams = self.buffer, self._context.streams
-        with streams.reduce.after_compute():
-            handle = self._context.state.hook.run(buffer, [flat[part] for part in self._slices])
+        with self._context.streams.reduce.after_compute():
+            handle = self._context.state.hook.run(self.buffer, [flat[part] for part in self._slices])
         yield handle
         handle.wait()
-        result = flat[buffer.main_span.slice].to(buffer.plan.wide_dtype, copy=True)
+        result = flat[self.buffer.main_span.slice].to(self.buffer.plan.wide_dtype, copy=True)
         self._pool.give(flat)
         self._absorb(result)
 
