@@ -101,14 +101,23 @@ def stacked(*arguments, **options):
 @on_ranks(2)
 def test_hooks_of_torch_give_the_bits_of_ddp():
     for stage in (0, 1):
-        for make, hook in ((lambda: None, allreduce_hook), (lambda: None, bf16_compress_hook)):
-            want = train_replicated(make(), hook, 3)
-            assert not differ(train(start(make(), hook, stage=stage), range(3)), want)
-        names = SimpleNamespace(all_gather=stacked, group=dist.group, get_rank=dist.get_rank)
-        with mock.patch.object(quantization_hooks, "dist", names):
-            hook = quantization_hooks.quantization_perchannel_hook
+        for hook in (allreduce_hook, bf16_compress_hook):
             want = train_replicated(None, hook, 3)
             assert not differ(train(start(None, hook, stage=stage), range(3)), want)
+
+
+@pytest.mark.long  # torch imports its observers for some 15 s
+@on_ranks(2)
+def test_quantization_gives_the_bits_of_ddp():
+    """Over one parameter, as in the first step of DDP others have another order in their bucket."""
+    hook = quantization_hooks.quantization_perchannel_hook
+    names = SimpleNamespace(all_gather=stacked, group=dist.group, get_rank=dist.get_rank)
+    with mock.patch.object(quantization_hooks, "dist", names):
+        for stage in (0, 1):
+            models = [nn.Linear(40, 60, bias=False) for _ in range(2)]
+            models[1].load_state_dict(models[0].state_dict())
+            want = train_replicated(None, hook, 5, model=models[0])
+            assert not differ(train(start(None, hook, model=models[1], stage=stage), range(5)), want)
 
 
 def elements_sent(call):
