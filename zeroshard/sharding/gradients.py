@@ -261,7 +261,8 @@ class Gradients:
             handle = self._context.state.hook.run(self.buffer, [flat[part] for part in self._slices])
         yield handle
         handle.wait()
-        result = flat[self.buffer.main_span.slice].to(self.buffer.plan.wide_dtype, copy=True)
+        own = flat[self.buffer.main_span.slice]
+        result = torch.empty_like(own, dtype=self.buffer.plan.wide_dtype).copy_(own)
         self._pool.give(flat)
         self._absorb(result)
 
