@@ -261,8 +261,7 @@ class Gradients:
             handle = self._context.state.hook.run(self.buffer, [flat[part] for part in self._slices])
         yield handle
         handle.wait()
-        own = flat[self.buffer.main_span.slice]
-        result = torch.empty_like(own, dtype=self.buffer.plan.wide_dtype).copy_(own)
+        result = flat[self.buffer.main_span.slice].clone().to(self.buffer.plan.wide_dtype)
         self._pool.give(flat)
         self._absorb(result)
 
