@@ -6,12 +6,8 @@ They have the form of torch's communication hooks, and need nothing of zeroshard
     DistributedDataParallel(model).register_comm_hook(SketchedSGD(), sketched_hook)
 
 Both average exactly in the first two backwards: after the first one DistributedDataParallel orders the
-gradients in its buckets anew.
+gradients in its buckets anew. It reads the annotations of hooks, so here they are no strings.
 """
-
-from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +81,7 @@ def dequantize(codes: Tensor, norms: Tensor, levels: int) -> Tensor:
     return codes * (norms / levels)
 
 
-def qsgd_hook(state: QSGD, bucket: Any) -> torch.futures.Future[Tensor]:
+def qsgd_hook(state: QSGD, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Send gradients with 4 bits an element, and return their mean."""
     flat, group = bucket.buffer(), state.process_group
     is_exact, generator = state.iter < FIRST, state.generator(bucket.index(), flat.device)
@@ -155,7 +151,7 @@ def estimate(table: Tensor, places: Tensor, signs: Tensor) -> Tensor:
     return (table.gather(1, places) * signs).median(dim=0).values
 
 
-def sketched_hook(state: SketchedSGD, bucket: Any) -> torch.futures.Future[Tensor]:
+def sketched_hook(state: SketchedSGD, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Move the largest elements of the mean; the others wait for a later backward.
 
     Ivkin et al. 2019, "Communication-efficient distributed SGD with sketching", algorithm 1: ranks add up

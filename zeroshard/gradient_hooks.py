@@ -12,6 +12,7 @@ reductions waits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,7 @@ class GradientHook:
     """A hook with its state, as an engine calls it.
 
     Args:
-        state: the first argument of the hook.
+        state: the first argument of the hook: a dict, or an object with attributes. Checkpoints keep both.
         hook: the hook.
         axis: the data-parallel ranks: all ranks.
         needed: for a hook that leaves gradients as they are, called when a backward begins. While it returns
@@ -98,8 +99,9 @@ class GradientHook:
         """The buckets of this backward so far."""
 
     def __repr__(self) -> str:
-        """Return what must be the same on all ranks."""
-        plain = {key: value for key, value in self.saved().items() if isinstance(value, int | float | str)}
+        """Return what must be the same on all ranks: of states of torch, the numbers, too."""
+        values = self.saved() if type(self.state).__module__.startswith("torch.") else {}
+        plain = {key: value for key, value in values.items() if isinstance(value, int | float)}
         return f"{self.name} of {type(self.state).__name__} {plain}"
 
     def over(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -148,15 +150,18 @@ class GradientHook:
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def saved(self) -> dict[str, Any]:
-        """Return the attributes of the state but process groups, for a checkpoint."""
+    def _values(self) -> dict[Any, Any]:
+        """The values of a state that is a dict, or the attributes of one that is an object."""
+        if isinstance(self.state, dict):
+            return self.state
         slots = (name for kind in type(self.state).__mro__ for name in getattr(kind, "__slots__", ()))
         names = [*getattr(self.state, "__dict__", ()), *slots]
-        return {
-            name: value.get_state() if isinstance(value, RandomState) else value
-            for name in names
-            if not isinstance(value := getattr(self.state, name, None), ProcessGroup)
-        }
+        return {name: getattr(self.state, name) for name in names if hasattr(self.state, name)}
+
+    def saved(self) -> dict[Any, Any]:
+        """Return the values of the state but process groups, for a checkpoint."""
+        values = {key: value for key, value in self._values().items() if not isinstance(value, ProcessGroup)}
+        return {key: v.get_state() if isinstance(v, RandomState) else v for key, v in values.items()}
 
     def fits(self, record: Mapping[str, Any]) -> bool:
         """Return True if a record of `to_files` is of the same buckets."""
@@ -175,12 +180,13 @@ class GradientHook:
         leaves, form = pytree.tree_flatten(record["values"])
         for name, tensor in zip(record["tensors"], tensors, strict=True):
             leaves[int(name.rpartition("/")[2])] = tensor
-        saved = pytree.tree_unflatten(leaves, form)
-        for name in self.saved().keys() & saved.keys():
-            if isinstance(random := getattr(self.state, name), RandomState):
-                random.set_state(pytree.tree_map_only(Tensor, lambda key: key.cpu().numpy(), saved[name]))
+        present, state = self._values(), self.state
+        put = state.__setitem__ if isinstance(state, dict) else functools.partial(setattr, state)
+        for name, value in pytree.tree_unflatten(leaves, form).items():
+            if isinstance(random := present.get(name), RandomState):
+                random.set_state(pytree.tree_map_only(Tensor, lambda key: key.cpu().numpy(), value))
             else:
-                setattr(self.state, name, saved[name])
+                put(name, value)
 
 
 def is_local_state(state: Any) -> bool:

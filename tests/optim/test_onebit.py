@@ -163,12 +163,6 @@ def test_what_it_cannot_go_with_is_refused():
         zeroshard.initialize(model, optimizer, {"stage": 0}, gradient_hook=pair)
     with pytest.raises(ValueError, match="freeze_step: expected an integer >= 1"):
         OneBitAdam(Net().parameters(), freeze_step=0)
-    sharded = zeroshard.shard(Net(), {"stage": 1})
-    optimizer = OneBitAdam(sharded.module.parameters())
-    sharded.attach(optimizer)
-    loss_of(sharded.module, 0).backward()
-    with pytest.raises(RuntimeError, match=r"OneBitAdam: this rank holds a slice of .*zeroshard.initialize"):
-        optimizer.step()
 
 
 def save_and_resume(folder):

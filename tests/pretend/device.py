@@ -25,6 +25,7 @@ from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.checkpoint.tensors import TensorReader
 from zeroshard.comm import collectives, mesh, messages, moves, streams
+from zeroshard.optim import onebit
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.stepping import rounding, wholes
 from zeroshard.stores import files, store
@@ -57,7 +58,8 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
     for module in (collectives, mesh, messages):
         patch.setattr(module, "dist", transport)
-    patch.setattr(wholes, "all_to_all", _labelling(wholes.all_to_all, transport))
+    for module in (onebit, wholes):
+        patch.setattr(module, "all_to_all", _labelling(collectives.all_to_all, transport))
     for cls in (collectives.Axis, Activations):
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_") and "label" in inspect.signature(method).parameters:

@@ -13,7 +13,7 @@ QUICK = {
     *("pipeline_stage3", "asynchronous_pipedream", "host_plain_loop_1"),
     *("parameters_on_host_in_pieces", "files_stage3_clip"),
     *("host_batches_1", "host_stepped_in_backward", "host_lamb_alone"),
-    *("host_gradients_are_held", "main_read_where_gathered", "host_one_unit", "outer_step"),
+    *("host_gradients_are_held", "main_read_where_gathered", "host_one_unit", "hook_stage1", "outer_step"),
 }
 """The others repeat a feature with another option or use, or are rare uses: they are long."""
 

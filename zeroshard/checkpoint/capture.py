@@ -201,8 +201,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         _require_replicas(axis, slices(runtime, names, states))
     written = list(slices(runtime, names, states, written=True))
     if hook is not None and parts.optimizer is not None:
-        own = hook.to_files()[1].items()
-        written += [TensorSlice(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in own]
+        written += [TensorSlice(n, tuple(t.shape), 0, t.reshape(-1)) for n, t in hook.to_files()[1].items()]
     if axes.everyone.rank == 0:
         buffers |= averaged_buffers(buffers, parts.averages)
         written += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]

@@ -28,7 +28,7 @@ from zeroshard.comm.watch.status import REDUCE
 from zeroshard.gradient_hooks import GradientBucket, GradientHook
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.ranges import ChecksRanges, Ranges, betas_range, called, dense, number_range
-from zeroshard.stepping.norms import name_of, refuse_slices
+from zeroshard.stepping.norms import name_of
 
 
 class OneBitAdam(ChecksRanges):
@@ -40,7 +40,8 @@ class OneBitAdam(ChecksRanges):
 
     In the first `freeze_step` steps g is the mean of all ranks. After them v stays as it is, each rank
     advances m by its own gradient, and the ranks take the mean of their momenta, compressed; see the head of
-    the file. There is no bias correction, as in DeepSpeed. One rank compresses nothing.
+    the file. There is no bias correction, as in DeepSpeed. Nothing is compressed on one rank, nor by an
+    optimizer that `zeroshard.initialize` was not given.
 
     An element whose v is 0 after the warm-up never had a gradient. It only decays from then on, and a warning
     says so: signs cannot say zero. DeepSpeed has a mask for such elements, `exp_avg_mask`.
@@ -99,8 +100,7 @@ class OneBitAdam(ChecksRanges):
         """Update all parameters that have a gradient; collective after the warm-up.
 
         Raises:
-            RuntimeError: a sparse gradient; a parameter without a gradient in the warm-up has one now; or
-                slices of a model that `initialize` was not given along with this optimizer.
+            RuntimeError: a sparse gradient; or a parameter without a gradient in the warm-up has one now.
         """
         loss, is_frozen = called(closure), self.is_frozen
         pairs = enumerate((p, group) for group in self.param_groups for p in group["params"])
@@ -121,8 +121,6 @@ class OneBitAdam(ChecksRanges):
         return loss
 
     def _advance(self, p: Tensor, grad: Tensor, group: dict[str, Any], is_frozen: bool) -> None:
-        if self._axis is None:
-            refuse_slices([p], "OneBitAdam")
         if not (state := self.state[p]):
             if is_frozen:
                 raise RuntimeError(
@@ -188,11 +186,11 @@ def _compress(values: Sequence[Tensor], sizes: Sequence[int], errors: Sequence[T
 def _decompress(rows: Tensor, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the values, [rows, elements], that `_compress` has made bytes of."""
     num_bytes = len(widths) * dtype.itemsize
-    repeats = torch.tensor(widths, device=rows.device)
-    scales = rows[:, :num_bytes].contiguous().view(dtype).repeat_interleave(repeats, dim=1)
+    scales = rows[:, :num_bytes].contiguous().view(dtype).split(1, dim=1)
+    wide = torch.cat([scale.expand(-1, width) for scale, width in zip(scales, widths, strict=True)], dim=1)
     places = torch.arange(8, dtype=torch.uint8, device=rows.device)
     signs = (rows[:, num_bytes:, None] >> places & 1).bool().flatten(1)
-    return torch.where(signs, scales, -scales)
+    return torch.where(signs, wide, -wide)
 
 
 def _trade(axis: Axis, rows: Tensor, label: str) -> Tensor:

@@ -68,7 +68,7 @@ class Gradients:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
         self._reduce_dtype = plan.reduce_dtype
-        self._scale = 1.0 / context.axes.dp.size
+        self._scale = 1.0
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -260,12 +260,11 @@ class Gradients:
 
     def _run_hook(self, flat: Tensor) -> Iterator[Handle]:
         """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
-        buffer, streams = self.buffer, self._context.streams
-        with streams.reduce.after_compute():
-            handle = self._context.state.hook.run(buffer, [flat[part] for part in self._slices])
+        with self._context.streams.reduce.after_compute():
+            handle = self._context.state.hook.run(self.buffer, [flat[part] for part in self._slices])
         yield handle
         handle.wait()
-        result = flat[buffer.main_span.slice].to(buffer.plan.wide_dtype, copy=True)
+        result = flat[self.buffer.main_span.slice].clone().to(self.buffer.plan.wide_dtype)
         self._pool.give(flat)
         self._absorb(result)
 
