@@ -267,7 +267,7 @@ class OuterSteps:
             values = self._load(buffer.store)
             if not self._is_mean:
                 values = self._load(self._anchors[buffer]).sub_(values)
-            label = f"sum over the replicas of {buffer.describe()}"
+            label = f"sum over the replicas of {buffer.described}"
             with self._runtime.context.streams.reduce.after_compute():
                 self._handles.append(self._axis.begin_all_reduce(values, label))
             self._sent[buffer] = values
