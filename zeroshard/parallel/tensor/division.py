@@ -49,8 +49,8 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     A plan serves several variants of a model. The patterns that fit nothing in this one are left out.
     """
     kind = str(getattr(getattr(model, "config", None), "model_type", None))
-    plan = getattr(model, "tp_plan", None) or {}
-    plan = {**plan, **_BESIDE.get(kind, {})} if plan else plan
+    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    plan |= _BESIDE.get(kind, {}) if plan else {}
     names = [name for name, _ in model.named_modules()]
     if any(name.startswith(_PREFIX) for name in names):
         plan = {_PREFIX + at: word for at, word in plan.items()}

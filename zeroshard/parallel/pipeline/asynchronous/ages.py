@@ -90,6 +90,10 @@ class Ages:
             if action.kind is not Kind.FORWARD
         }
 
+    def tau_forward(self, chunk: int) -> int:
+        """The most steps of a chunk from a forward to the step that applies its gradient."""
+        return max(self._taus[chunk].values(), default=0)
+
     def until_applied(self, action: Action) -> int:
         """The steps of a chunk from an action to the step that applies the gradient of its micro-batch."""
         return self.applied[action.place] - self.before[action]

@@ -355,7 +355,8 @@ class AsynchronousMethod:
             )
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
-        weights, unhooked = self._config.chosen_weights, nullcontext()
+        weights = self._config.chosen_weights
+        unhooked: AbstractContextManager[None] = nullcontext()
         if weights not in KEPT_WEIGHTS:
             unhooked = torch.autograd.graph.disable_saved_tensors_hooks(
                 "hooks of saved tensors, as of activation checkpoints and save_on_cpu, keep what a forward "
