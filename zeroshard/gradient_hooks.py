@@ -181,7 +181,7 @@ class GradientHook:
         for name, tensor in zip(record["tensors"], tensors, strict=True):
             leaves[int(name.rpartition("/")[2])] = tensor
         present, state = self._values(), self.state
-        put = state.__setitem__ if isinstance(state, dict) else functools.partial(setattr, state)
+        put: Any = state.__setitem__ if isinstance(state, dict) else functools.partial(setattr, state)
         for name, value in pytree.tree_unflatten(leaves, form).items():
             if isinstance(random := present.get(name), RandomState):
                 random.set_state(pytree.tree_map_only(Tensor, lambda key: key.cpu().numpy(), value))
