@@ -134,21 +134,18 @@ class Budget:
         changes: the changes of their modules.
         context: the objects that their buffers share.
         num_bytes: the bytes of the device that a rank may use.
-        moves: True if activations may go to the host.
 
     Raises:
         ValueError: there are no blocks, or a block has a unit inside.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int, *, moves: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int) -> None:
         self._context, self._state, self._device = context, context.state, context.device
         self.num_bytes = num_bytes
         self._link: Link | None = None
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
-        if moves and streams.has_streams(self._device):
+        if streams.has_streams(self._device):
             self._moving = SavedActivations(HostCopies(context.memory, context.streams), warns=False)
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
