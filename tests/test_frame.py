@@ -219,6 +219,7 @@ MEASURED = {
     ("benchmarks/asynchronous_executor.py", "parallel"),
     ("benchmarks/asynchronous_executor.py", "parameters"),
     ("benchmarks/asynchronous_methods.py", "parallel"),
+    ("benchmarks/budget.py", "forwards"),
     ("benchmarks/pipeline_async.py", "config"),
     ("benchmarks/pipeline_async.py", "parallel"),
     ("benchmarks/pipeline_clock.py", "parallel"),
