@@ -139,9 +139,7 @@ def shard_over(
         recompute_forwards(units, changes)
     budget = None
     if config.recompute == "auto":
-        num_bytes = budget_of(config.memory_budget, device)
-        # The backward of compiled code may write to the memory of saved tensors.
-        budget = Budget(units, changes, context, num_bytes, moves=not config.compile)
+        budget = Budget(units, changes, context, budget_of(config.memory_budget, device))
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()

@@ -1,8 +1,6 @@
 """A budget of memory: units keep what fits, and compute the rest again."""
 
-import os
 import random
-import shutil
 
 import pytest
 import torch
@@ -262,26 +260,6 @@ def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
     assert predicted == clock.now - begin > 4 * BLOCKS
     assert f"{predicted:.4g} s" in str(engine.units)
     engine.close(restore=False)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
-    reason="torch.compile needs a C++ compiler on CPUs",
-)
-def test_compiled_blocks_keep_and_recompute_with_the_same_bits():
-    found = []
-    for config in ({}, {"recompute": "auto", "memory_budget": room_for(3)}):
-        torch._dynamo.reset()
-        engine = zeroshard.initialize(build(), adamw, {"stage": 3, "compile": True, **config}).engine
-        losses = train(engine, PLANNED + 2)
-        found.append((losses, engine.full_state_dict()))
-        chosen = {unit.around[-1] for unit in engine.units}
-        engine.close(restore=False)
-    assert chosen == {"recompute", "keep"}
-    (want, state), (losses, values) = found
-    assert losses == want
-    assert all(torch.equal(values[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,6 @@ import torch
 from zeroshard.cli.options import DoctorOptions
 from zeroshard.comm.device import available_backends
 from zeroshard.comm.streams import Stopwatch, has_streams
-from zeroshard.forwards.budget import measure_link, rate
 from zeroshard.memory.budget import host_bytes_free
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
@@ -132,6 +131,7 @@ _BYTES = 1 << 28
 """Bytes of a copy, and of the file."""
 _WIDTHS = {"cpu": 1024}
 """The rows of a square matrix; 8192 on an accelerator."""
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,16 +169,25 @@ def measure_machine(folder: Path | None = None) -> Machine:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     width = _WIDTHS.get(device.type, 8192)
 
+    def rate(amount: float, work: Callable[[], object]) -> float:
+        work()  # kernels are loaded and memory is mapped
+        watch = Stopwatch(device)
+        for _ in range(_ROUNDS):
+            with watch:
+                work()
+        return amount / max(min(watch.read()), 1e-9)
+
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(width, width, dtype=dtype, device=device)
         product = functools.partial(torch.mm, matrix, matrix)
-        flops[str(dtype).removeprefix("torch.")] = rate(device, 2 * width**3, product)
+        flops[str(dtype).removeprefix("torch.")] = rate(2 * width**3, product)
     near, other = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     links: dict[str, float] = {}
     if has_streams(device):
         far = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        links = asdict(measure_link(device, far))
+        links["to_host"] = rate(_BYTES, lambda: far.copy_(near, non_blocking=True))
+        links["from_host"] = rate(_BYTES, lambda: near.copy_(far, non_blocking=True))
     free = host_bytes_free()
     return Machine(
         device=torch.get_device_module(device).get_device_name(device) if has_streams(device) else "cpu",
@@ -186,7 +195,7 @@ def measure_machine(folder: Path | None = None) -> Machine:
         device_bytes=torch.accelerator.get_memory_info(device)[1] if has_streams(device) else free,
         host_bytes=free,
         flops=flops,
-        bandwidth=rate(device, 2 * _BYTES, lambda: other.copy_(near)),
+        bandwidth=rate(2 * _BYTES, lambda: other.copy_(near)),
         **links,
         **({} if folder is None else _disk_rates(folder)),
     )

@@ -57,8 +57,8 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
-_LINK_BYTES, _ROUNDS = 1 << 26, 5
-"""Bytes that are copied each way to measure the link, and how often."""
+_LINK_BYTES = 1 << 26
+"""Bytes that are copied each way to measure the link."""
 
 
 class _Saved(NamedTuple):
@@ -134,21 +134,18 @@ class Budget:
         changes: the changes of their modules.
         context: the objects that their buffers share.
         num_bytes: the bytes of the device that a rank may use.
-        moves: True if activations may go to the host.
 
     Raises:
         ValueError: there are no blocks, or a block has a unit inside.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int, *, moves: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int) -> None:
         self._context, self._state, self._device = context, context.state, context.device
         self.num_bytes = num_bytes
         self._link: Link | None = None
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
-        if moves and streams.has_streams(self._device):
+        if streams.has_streams(self._device):
             self._moving = SavedActivations(HostCopies(context.memory, context.streams), warns=False)
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
@@ -360,16 +357,6 @@ def _time_backward(watch: Stopwatch, given: Any, output: Any) -> None:
         inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
 
 
-def rate(device: torch.device, amount: float, work: Callable[[], object]) -> float:
-    """Return an amount per second of some work on the current stream, the best of some rounds."""
-    work()  # kernels are loaded and memory is mapped
-    watch = Stopwatch(device)
-    for _ in range(_ROUNDS):
-        with watch:
-            work()
-    return amount / max(min(watch.read()), 1e-9)
-
-
 def measure_link(device: torch.device, far: Tensor) -> Link:
     """Copy bytes to the host and back, with nothing else on the link; the host waits.
 
@@ -377,11 +364,13 @@ def measure_link(device: torch.device, far: Tensor) -> Link:
         device: the device.
         far: pinned host memory, uint8.
     """
-    near = torch.empty_like(far, device=device)
-    return Link(
-        to_host=rate(device, far.nbytes, lambda: far.copy_(near, non_blocking=True)),
-        from_host=rate(device, far.nbytes, lambda: near.copy_(far, non_blocking=True)),
-    )
+    near, watch = torch.empty_like(far, device=device), Stopwatch(device)
+    for target, values in ((far, near), (near, far)):
+        target.copy_(values, non_blocking=True)  # once, so that both are mapped
+        with watch:
+            target.copy_(values, non_blocking=True)
+    to_host, from_host = (far.nbytes / max(seconds, 1e-9) for seconds in watch.read())
+    return Link(to_host=to_host, from_host=from_host)
 
 
 def budget_of(given: float | None, device: torch.device) -> int:
