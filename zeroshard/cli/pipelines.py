@@ -1,17 +1,23 @@
-"""`zeroshard plan`: schedules of a pipeline, simulated and compared."""
+"""`zeroshard plan`: the best configurations of a model, or schedules of a pipeline, side by side."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
+from zeroshard.hf.pretrained import build_skeleton, build_typical
+from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
+from zeroshard.planning.machine import read_cluster
+from zeroshard.planning.predict import BITS, Predictor
+from zeroshard.planning.search import draw, explain, search, table
 from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
@@ -33,10 +39,16 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
-    if options.list and len(options.schedule) > 1:
-        raise ValueError(f"--list: expected one --schedule, got {len(options.schedule)}")
+    if (options.model is None) == (not options.schedule):
+        raise ValueError("expected a MODEL with --cluster and --tokens, or --schedule")
+    if options.model is not None:
+        _plan_model(options.model, options)
+        return
+    names = options.schedule or ()
+    if options.list and len(names) > 1:
+        raise ValueError(f"--list: expected one --schedule, got {len(names)}")
     results = []
-    for name in options.schedule:
+    for name in names:
         schedule = _schedule(name, options)
         chunks = schedule.num_chunks / schedule.num_ranks
         weights = ASYNCHRONOUS[name].weights if name in ASYNCHRONOUS else "stash"
@@ -46,6 +58,32 @@ def plan(options: PlanOptions) -> None:
         print(results[0].schedule, end="")
         return
     print(_about(options), "", _table(results), "", _NOTE, sep="\n")
+
+
+def _plan_model(given: int | Path, options: PlanOptions) -> None:
+    if options.cluster is None or options.tokens is None:
+        raise ValueError("a MODEL needs --cluster and --tokens")
+    samples, rest = divmod(options.tokens, options.length)
+    if rest or not samples:
+        raise ValueError(f"--tokens: expected a multiple of --length {options.length}, got {options.tokens}")
+    cluster = read_cluster(options.cluster, options.ranks)
+    precision = options.precision or ("fp32" if cluster.shares_cores else "bf16")
+    predictor = Predictor(
+        build_typical(given) if isinstance(given, int) else build_skeleton(given),
+        cluster,
+        samples,
+        lambda num: loss_of_tokens((num, options.length)),
+        {"precision": precision},
+    )
+    bits = BITS if options.optimizer_bits is None else (options.optimizer_bits,)
+    found = search(predictor, bits=bits)
+    best = found.best[0]
+    config = json.dumps(predictor.config(best.choice), indent=2)
+    print(table(predictor, found), "", *explain(predictor, found, bits=bits), sep="\n")
+    print("", draw(best), "", config, sep="\n")
+    options.out.write_text(config + "\n", encoding="utf-8")
+    optimizer = "zeroshard.optim.AdamW8bit" if best.choice.bits == 8 else "torch.optim.AdamW"
+    print(f"\nWrote {options.out}, a config for zeroshard.initialize with {optimizer}.")
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:
@@ -71,7 +109,7 @@ def _built(name: str, options: PlanOptions) -> Schedule:
         raise ValueError(f"--schedule {name} needs --stages and --microbatches")
     builder = SCHEDULES.get(name, SCHEDULES["1f1b"])
     # Among several schedules, a schedule with a fixed number of chunks keeps it.
-    is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
+    is_fixed = builder.max_chunks is not None and len(options.schedule or ()) > 1
     chunks = None if is_fixed else options.chunks
     if (size := stages * microbatches * (chunks or builder.min_chunks)) > _MAX_ACTIONS:
         raise ValueError(

@@ -47,7 +47,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,6 +73,7 @@ from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.placement import TP
+from zeroshard.plan.units import UnitSpec
 from zeroshard.sharding.context import Changes
 
 WIDTH_PER_BLOCK = 128
@@ -212,9 +213,8 @@ def dry_run(
     Raises:
         ValueError: the forward or backward raises an error without values.
     """
-    runs, over = without_memory(model), _OneOfMany(setting.sizes[TP])
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
-        _prepare(runs, config, setting, tp_plan, over)
+        runs, _, over = prepared(model, config, setting, tp_plan)
         live = LiveBytes([*runs.parameters(), *runs.buffers()])
         peak = 0
 
@@ -225,7 +225,7 @@ def dry_run(
         for module in runs.modules():
             module.register_forward_hook(sample)
         try:
-            with _META, torch.enable_grad(), _FusedAttention(), Assumed(), live:  # type: ignore[no-untyped-call]
+            with _META, torch.enable_grad(), FusedAttention(), Assumed(), live:  # type: ignore[no-untyped-call]
                 loss = loss_of(runs)
                 sample()
                 loss.backward()
@@ -308,10 +308,16 @@ def _with_numbers(layer: Any) -> nn.Module:
     return plain.requires_grad_(False)
 
 
-def _prepare(
-    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None, over: _OneOfMany
-) -> None:
-    """Give a model the dtypes, the parts and the forwards that it has in an engine."""
+def prepared(
+    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None
+) -> tuple[nn.Module, Sequence[UnitSpec], OneOfMany]:
+    """Return a copy of a model on the meta device that runs as in an engine; arguments as in `dry_run`.
+
+    Returns:
+        The copy, with the dtypes, the parts and the forwards that it has in an engine; its units, the root
+        first; and the exchanges of its tensor rank.
+    """
+    model, over = without_memory(model), OneOfMany(setting.sizes[TP])
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
     casts = find_module_casts(model, division.specs, config)
@@ -340,6 +346,7 @@ def _prepare(
             if spec.module not in casts and not computes_in_own_dtype(spec.module):
                 spec.module.register_forward_pre_hook(cast, with_kwargs=True)
     model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
+    return model, specs, over
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -347,7 +354,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class _OneOfMany(Activations):
+class OneOfMany(Activations):
     """The exchanges of a tensor rank without the others: results have their shapes, and memory of their own.
 
     Args:
@@ -356,17 +363,20 @@ class _OneOfMany(Activations):
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.device, self.last = 0, size, torch.device("cpu"), None
-        self.sent = 0
+        self.sent = self.calls = 0
 
     def sum(self, value: Tensor, label: str) -> Tensor:
+        self.calls += 1
         self.sent += 2 * value.nbytes * (self.size - 1) // self.size
         return value.contiguous().clone()
 
     def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.calls += 1
         self.sent += value.nbytes * (self.size - 1)
         return torch.cat([value] * self.size, dim)
 
     def scatter(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.calls += 1
         self.sent += value.nbytes * (self.size - 1) // self.size
         return self.split(value, dim).clone()
 
@@ -374,12 +384,18 @@ class _OneOfMany(Activations):
         return value
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Attention without scores in memory; the meta device has only the kernel that keeps them."""
+
+    products = 0
+    """The operations of its forwards so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
+            self.products += (
+                2 * query.numel() * key.shape[-2] * (1 if kwargs and kwargs.get("is_causal") else 2)
+            )
             return _Attention.apply(query, key, value)
         return func(*args, **(kwargs or {}))
 
@@ -388,7 +404,7 @@ def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd runs a recomputation outside of the mode."""
 
     def fused(*args: Any, **kwargs: Any) -> Any:
-        with _FusedAttention():
+        with FusedAttention():
             return forward(*args, **kwargs)
 
     return fused
