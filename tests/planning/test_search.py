@@ -208,7 +208,7 @@ def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
 def everything(own: Predictor) -> list[Choice]:
     """All configurations, made without the search."""
     return [
-        Choice(**family._asdict(), tiers=tiers, recompute=recompute, samples=samples, bits=bits)
+        replace(family, tiers=tiers, recompute=recompute, samples=samples, bits=bits)
         for family in families(own)
         for tiers in TIERS[:3]
         for recompute in RECOMPUTES[: 3 if family.pp == 1 else 1] + RECOMPUTES[2:]
@@ -259,8 +259,8 @@ def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None
         ValueError, match=r"no configuration fits into .* take more ranks, or shorter samples"
     ):
         search(own)
-    with pytest.raises(ValueError, match="expected samples of a step that 4 ranks can divide, got 7"):
-        search(predictor(samples=7), only=lambda family: family.tp == family.pp == 1)
+    with pytest.raises(ValueError, match="0 samples on 4 ranks, four: no configuration fits"):
+        search(predictor(samples=0))
     with pytest.raises(ValueError, match="expected one of 8xH100, 64xH100, 8x4090, 2xCPU, or a file"):
         read_cluster("9xH100")
     with pytest.raises(ValueError, match="expected the key network"):
@@ -300,4 +300,4 @@ def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
 
     for num in (1e9, 7e9):
         found = sum(p.numel() for p in build_typical(int(num)).parameters())
-        assert found == pytest.approx(num, rel=0.05)
+        assert found == pytest.approx(num, rel=0.08)

@@ -14,7 +14,6 @@ so; the times of chunks go into the simulator of `parallel/pipeline/simulate.py`
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from zeroshard.forwards.budget import SHARE
 from zeroshard.memory.activations import DryRun, LossOf, without_memory
 from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank, setting_of
 from zeroshard.memory.tiered import States, bytes_sent
-from zeroshard.parallel.pipeline.actions import Schedule
+from zeroshard.parallel.pipeline.actions import Schedule, loop
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
@@ -36,14 +35,13 @@ from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
+from zeroshard.plan.buffers import Setting, UnitPlan, plan_units
 from zeroshard.plan.placement import DP_SHARD, SUMMANDS
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.planning.machine import Cluster
-from zeroshard.planning.profile import Profiles, UnitProfile, count_units, profile_of
+from zeroshard.planning.profile import Profiles, count_units, profile_of
 
-_RECOMPUTED = {"unit": ("recompute",), "auto": ("recompute some",)}
 COMPUTE, NETWORK, LINK = "compute", "network", "link"
 """The resources of a rank."""
 TIERS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
@@ -98,7 +96,7 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """A step of a configuration."""
 
@@ -120,7 +118,6 @@ class Prediction:
 class _Times(NamedTuple):
     """The seconds of a unit on each resource."""
 
-    name: str
     forward: float
     backward: float
     gather: float
@@ -131,7 +128,7 @@ class _Times(NamedTuple):
     states: float
     """States and main parameters to the device and back, once a step."""
     step: float
-    resident: bool
+    is_resident: bool
 
 
 class _Line:
@@ -140,8 +137,13 @@ class _Line:
     def __init__(self, shares_cores: bool) -> None:
         self._network = COMPUTE if shares_cores else NETWORK
         self.ends = dict.fromkeys((COMPUTE, NETWORK, LINK), 0.0)
-        self.busy = dict.fromkeys(self.ends, 0.0)
+        self.busy = dict(self.ends)
         self.spans: list[Span] = []
+
+    @property
+    def end(self) -> float:
+        """The time at which all is done."""
+        return max(self.ends.values())
 
     def add(self, row: str, label: str, ready: float, seconds: float) -> float:
         """Do something as soon as its resource is free, not before `ready`; return its end."""
@@ -156,52 +158,33 @@ class _Line:
 
     def forward(self, units: Sequence[_Times], *, is_first: bool) -> None:
         """Add a forward; the first one of a step gathers what stays gathered."""
-        begin = self.ends[COMPUTE]
-        starts = [begin, begin]
+        begin = before = self.ends[COMPUTE]
         for unit in units:
-            ready = begin if unit.resident else starts[-2]
-            ready = self.add(LINK, f"L {unit.name}", ready, unit.link)
-            seconds = unit.gather if is_first or not unit.resident else 0.0
-            ready = self.add(NETWORK, f"G {unit.name}", ready, seconds)
-            starts.append(max(ready, self.ends[COMPUTE]))
-            self.add(COMPUTE, f"F {unit.name}", ready, unit.forward)
+            ready = self.add(LINK, "L", before, unit.link)
+            seconds = unit.gather if is_first or not unit.is_resident else 0.0
+            ready = self.add(NETWORK, "G", begin if unit.is_resident else ready, seconds)
+            before = max(ready, self.ends[COMPUTE])  # the next gather is issued as this forward begins
+            self.add(COMPUTE, "F", ready, unit.forward)
 
     def backward(self, units: Sequence[_Times], *, reduces: bool) -> float:
         """Add a backward; return the time at which the last gradient is reduced."""
-        begin = end = self.ends[COMPUTE]
-        order = list(reversed(units))
-        ready = self._gather_again(order[0], begin)
-        for unit, following in zip(order, [*order[1:], None], strict=True):
+        *others, last = units
+        ready = end = self._gather_again(last, self.ends[COMPUTE])
+        for unit, following in zip((last, *reversed(others)), (*reversed(others), None), strict=True):
             start = max(ready, self.ends[COMPUTE])
-            done = self.add(COMPUTE, f"B {unit.name}", ready, unit.backward)
-            if following is not None:
-                ready = self._gather_again(following, start)
-            if reduces:
-                done = self.add(NETWORK, f"R {unit.name}", done, unit.reduce)
-            end = max(end, done)
+            end = self.add(COMPUTE, "B", ready, unit.backward)
+            ready = self._gather_again(following, start) if following is not None else ready
+            end = self.add(NETWORK, "R", end, unit.reduce if reduces else 0.0)
         return end
 
     def _gather_again(self, unit: _Times, ready: float) -> float:
-        ready = self.add(LINK, f"L {unit.name}", ready, unit.link if unit.regather else 0.0)
-        return self.add(NETWORK, f"G {unit.name}", ready, unit.regather)
+        ready = self.add(LINK, "L", ready, unit.link if unit.regather else 0.0)
+        return self.add(NETWORK, "G", ready, unit.regather)
 
     def step(self, units: Sequence[_Times], ready: float) -> None:
         """Add the step of all units."""
         for unit in reversed(units):
-            done = self.add(LINK, f"S {unit.name}", ready, unit.states)
-            self.add(COMPUTE, f"step {unit.name}", done, unit.step)
-
-    def skip(self, seconds: float) -> None:
-        """Let all resources do what they have done in the last so many seconds, once more."""
-        self.ends = {row: end + seconds for row, end in self.ends.items()}
-
-
-class Planned(NamedTuple):
-    """The plans of a configuration on one rank of each stage of its pipeline."""
-
-    setting: Setting
-    config: Config
-    units: list[UnitPlan]
+            self.add(COMPUTE, "s", self.add(LINK, "S", ready, unit.states), unit.step)
 
 
 class Predictor:
@@ -223,174 +206,129 @@ class Predictor:
         cluster: Cluster,
         samples: int,
         loss_of: Callable[[int], LossOf],
-        given: dict[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
         *,
         tp_plan: Plan | None = None,
         timed: Mapping[int, Profiles] | None = None,
     ) -> None:
         self.model, self.cluster, self.samples, self.given = model, cluster, samples, given or {}
-        self._loss_of, self._tp_plan = loss_of, tp_plan
-        self.on_cpu = cluster.shares_cores
-        self.specs = functools.cache(self._specs)
+        self.loss_of, self.tp_plan, self.on_cpu = loss_of, tp_plan, cluster.shares_cores
         self.profiles = functools.cache(self._profiles) if timed is None else timed.__getitem__
-        self.planned = functools.cache(self._planned)
-        self.runs, self.cut = functools.cache(self._runs), functools.cache(self._cut)
-        self.estimate = functools.cache(self._estimate)
+        self.profile = functools.cache(lambda tp, num: profile_of(self.profiles(tp), num))
+        self.cut, self.specs = functools.cache(self._cut), functools.cache(self._specs)
+        self._plans, self._states = functools.cache(self._planned), functools.cache(self._estimated)
         self._counted = functools.cache(lambda num: Counted(model, loss_of=loss_of(num), tp_plan=tp_plan))
-        self._usage = functools.cache(self._usage_of)
-        self._held = functools.cache(self._held_in_pipeline)
-        self._profile = functools.cache(lambda tp, num: profile_of(self.profiles(tp), num))
+        self.usage, self._held = functools.cache(self._usage), functools.cache(self._held_in_pipeline)
 
     # -- what configurations share --------------------------------------------------------------------
 
     @functools.cached_property
-    def outline(self) -> Outline | str:
-        """The order in which a pipeline cuts the model, or the reason why none can."""
-        try:
-            chunked = Chunked(without_memory(self.model))
-            require_handed_on(chunked, torch.device("cpu"))
-        except ValueError as error:
-            return str(error)
+    def outline(self) -> Outline:
+        """The order in which a pipeline cuts the model. Raises ValueError if none can."""
+        chunked = Chunked(without_memory(self.model))
+        require_handed_on(chunked, torch.device("cpu"))
         return chunked.outline
+
+    def setting(self, tp: int, recompute: str = "none") -> tuple[Config, Setting]:
+        """Return the config and the setting of tensor ranks alone."""
+        config = Config.parse({**self.given, "mesh": {"tp": tp}, "recompute": recompute})
+        return config, setting_of(config, tp, host_computes=self.on_cpu)
 
     def _specs(self, tp: int) -> Sequence[UnitSpec]:
         specs = specify_units(self.model, Config.parse(self.given))
-        return plan_division(self.model, specs, self._tp_plan, tp).specs
+        return plan_division(self.model, specs, self.tp_plan, tp).specs
 
     def _profiles(self, tp: int) -> Profiles:
-        config = Config.parse({**self.given, "mesh": {"tp": tp}})
-        setting = setting_of(config, tp, host_computes=self.on_cpu)
-        loss, rates = self._loss_of(1), self.cluster
-        counted = count_units(
-            self.model, config, setting, loss, rates.machine, self._tp_plan, rates.efficiency
-        )
-        return {1: counted}
-
-    def num_data(self, choice: Choice) -> int:
-        """Return the ranks that divide a batch."""
-        return self.cluster.num_ranks // (choice.tp * choice.pp)
+        return {1: count_units(self.model, *self.setting(tp), self.loss_of(1), self.cluster, self.tp_plan)}
 
     def num_microbatches(self, choice: Choice) -> int:
         """Return the micro-batches of a rank in a step."""
-        return self.samples // (self.num_data(choice) * choice.samples)
+        return self.samples * choice.tp * choice.pp // (self.cluster.num_ranks * choice.samples)
 
     def config(self, choice: Choice) -> dict[str, Any]:
         """Return the configuration as a dict for `initialize`; the bits are the optimizer's."""
-        num, found = self.num_microbatches(choice), self._states_config(choice)
-        found["micro_batch_size"] = choice.samples
-        if choice.pp > 1:
-            _, runs = self.cut(choice.pp * choice.chunks)
-            assert isinstance(self.outline, Outline), "it has been cut"
-            found["pipeline"] = {
-                "schedule": choice.schedule,
-                "num_microbatches": num,
-                "num_chunks": choice.chunks,
-                "split": [self.outline.blocks[run.start] for run in runs[1:]],
-            }
-        elif num > 1:
-            found["gradient_accumulation_steps"] = num
-        if choice.recompute != "none":
-            found["recompute"] = choice.recompute
+        found, num = self._config_of_states(choice), self.num_microbatches(choice)
+        found |= {"micro_batch_size": choice.samples, "recompute": choice.recompute}
         if choice.recompute == "auto":
             found["memory_budget"] = self.room
-        return found
+        if choice.pp == 1:
+            return found | {"gradient_accumulation_steps": num}
+        _, runs = self.cut(choice.pp * choice.chunks)
+        split = [self.outline.blocks[run.start] for run in runs[1:]]
+        pipeline = {"num_microbatches": num, "num_chunks": choice.chunks, "split": split}
+        return found | {"pipeline": {"schedule": choice.schedule, **pipeline}}
 
-    def _states_config(self, choice: Choice) -> dict[str, Any]:
-        """Return the part of a configuration on which the places of model states depend."""
-        found: dict[str, Any] = {**self.given, "stage": choice.stage}
-        mesh = {name: size for name, size in (("pp", choice.pp), ("tp", choice.tp)) if size > 1}
-        if mesh:
-            found["mesh"] = mesh
-        optimizer, parameters = choice.tiers
-        if choice.tiers != TIERS[0]:
-            found["offload"] = {"optimizer": optimizer, "parameters": parameters}
-            if "nvme" in choice.tiers:
-                found["offload"]["nvme_path"] = "."
-        return found
+    def _config_of_states(self, choice: Choice) -> dict[str, Any]:
+        offload = dict(zip(("optimizer", "parameters"), choice.tiers, strict=True))
+        if "nvme" in choice.tiers:
+            offload["nvme_path"] = "."
+        mesh = {"pp": choice.pp, "tp": choice.tp}
+        return {**self.given, "stage": choice.stage, "mesh": mesh, "offload": offload}
 
     @property
     def room(self) -> int:
         """The bytes of a device that a plan may use."""
         return int(SHARE * self.cluster.machine.device_bytes)
 
-    def _planned(self, stage: int, tp: int, pp: int, tiers: tuple[str, str], accumulates: bool) -> Planned:
-        choice = Choice(stage=stage, tp=tp, pp=pp, tiers=tiers)
-        num = {"num_microbatches" if pp > 1 else "gradient_accumulation_steps": 2 if accumulates else 1}
-        config = Config.parse(self._states_config(choice) | ({"pipeline": num} if pp > 1 else num))
+    def plan(self, choice: Choice) -> tuple[Config, Setting, list[UnitPlan]]:
+        """Return the plans of the units of a configuration, with the config and the setting of them."""
+        shared = Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
+        return self._plans(shared, self.num_microbatches(choice) > 1)
+
+    def _planned(self, choice: Choice, accumulates: bool) -> tuple[Config, Setting, list[UnitPlan]]:
+        num = {"num_microbatches" if choice.pp > 1 else "gradient_accumulation_steps": 1 + accumulates}
+        own = {"pipeline": num} if choice.pp > 1 else num
+        config = Config.parse(self._config_of_states(choice) | own)
         setting = setting_of(config, self.cluster.num_ranks, host_computes=self.on_cpu)
-        return Planned(setting, config, plan_units(self.specs(tp), setting))
+        return config, setting, plan_units(self.specs(choice.tp), setting)
 
-    def plan(self, choice: Choice) -> Planned:
-        """Return the plans of the units of a configuration."""
-        accumulates = self.num_microbatches(choice) > 1
-        return self.planned(choice.stage, choice.tp, choice.pp, choice.tiers, accumulates)
-
-    def _runs(self, pp: int, chunks: int) -> list[list[int]]:
-        """Return the numbers of the units of each chunk; the root is in the last one.
+    def _cut(self, num_chunks: int) -> tuple[list[list[int]], Sequence[range]]:
+        """Return the numbers of the units of each chunk, and its blocks; the root is in the last one.
 
         Raises:
             ValueError: the model cannot be cut, or has too few blocks.
         """
-        profile = self._profile(1, 1)
+        profile = self.profile(1, 1)
         rest = [*range(1, len(profile)), 0]
-        if pp == 1:
-            return [rest]
-        places, runs = self.cut(pp * chunks)
-        return [[number for number in rest if places[number] in run] for run in runs]
-
-    def _cut(self, num_chunks: int) -> tuple[list[int], Sequence[range]]:
-        """Return the block that each unit is in, or next to; and the blocks of each chunk."""
-        profile = self._profile(1, 1)
-        if isinstance(self.outline, str):
-            raise ValueError(self.outline)
-        names = [self.outline.chunk(range(n, n + 1)) for n in range(len(self.outline.blocks))]
-        block_of = {name: number for number, own in enumerate(names) for name in own}
-        places = [
-            next(
-                (at for name, at in block_of.items() if f"{unit.name}.".startswith(f"{name}.")),
-                len(names) - 1,
-            )
-            for unit in profile
-        ]
-        times = Counter[int]()
-        for unit, at in zip(profile, places, strict=True):
-            times[at] += max(1, int(unit.products or 1e9 * (unit.forward + unit.backward)))
-        blocks = [BlockProfile(time=times[number]) for number in range(len(names))]
-        return places, partition(blocks, num_chunks)
+        if num_chunks == 1:
+            return [rest], ()
+        last = len(self.outline.blocks) - 1
+        names = {name: at for at in range(last + 1) for name in self.outline.chunk(range(at, at + 1))}
+        places, times = [], [0] * (last + 1)
+        for unit in profile:
+            around = (at for name, at in names.items() if f"{unit.name}.".startswith(f"{name}."))
+            places.append(next(around, last))
+            times[places[-1]] += int(unit.products or 1e9 * (unit.forward + unit.backward))
+        runs = partition([BlockProfile(time=max(1, time)) for time in times], num_chunks)
+        return [[number for number in rest if places[number] in run] for run in runs], runs
 
     # -- bytes ------------------------------------------------------------------------------------------
 
-    def _usage_of(self, tp: int, recompute: str, samples: int) -> int:
+    def _usage(self, tp: int, recompute: str, samples: int) -> int:
         """Return the activations of a micro-batch without a pipeline, counted for 1 and for 2 samples."""
         if samples > 2:
-            one, two = (self._usage(tp, recompute, number) for number in (1, 2))
+            one, two = (self.usage(tp, recompute, number) for number in (1, 2))
             return one + (two - one) * (samples - 1)
-        config = Config.parse({**self.given, "mesh": {"tp": tp}, "recompute": recompute})
-        setting = setting_of(config, tp, host_computes=self.on_cpu)
-        return self._counted(samples).usage(config, setting).peak
+        return self._counted(samples).usage(*self.setting(tp, recompute)).peak
 
     def activations(self, choice: Choice) -> tuple[int, ...]:
         """Return the most bytes of activations on each pipeline rank."""
-        if choice.pp == 1:
-            if choice.recompute == "auto":
-                least = self._usage(choice.tp, "unit", choice.samples)
-                return (max(least, self.room - self.states(choice)[0].peak),)
-            return (self._usage(choice.tp, choice.recompute, choice.samples),)
-        return self._held(replace(choice, stage=0, tiers=TIERS[0], bits=BITS[0]))
+        if choice.pp > 1:
+            return self._held(replace(choice, stage=0, tiers=TIERS[0], bits=BITS[0]))
+        if choice.recompute == "auto":
+            least = self.usage(choice.tp, "unit", choice.samples)
+            return (max(least, self.room - self.states(choice)[0].peak),)
+        return (self.usage(choice.tp, choice.recompute, choice.samples),)
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
-        profile = self._profile(choice.tp, choice.samples)
-        runs = self.runs(choice.pp, choice.chunks)
-        is_kept = choice.recompute == "none"
-        held = [
-            sum(int(profile[n].saved if is_kept or n == 0 else profile[n].given) for n in run) for run in runs
-        ]
+        profile, (runs, _) = self.profile(choice.tp, choice.samples), self.cut(choice.pp * choice.chunks)
+        saved = [[int(profile[number].saved) for number in run] for run in runs]
         schedule = self.schedule(choice)
-        counts = count_activations(schedule, held).per_rank
-        again = [
-            0 if is_kept else max(int(profile[n].saved) for chunk in own for n in runs[chunk])
-            for own in schedule.chunks
-        ]
+        if choice.recompute == "none":
+            return count_activations(schedule, list(map(sum, saved))).per_rank
+        given = [sum(int(profile[n].given if n else profile[n].saved) for n in run) for run in runs]
+        counts = count_activations(schedule, given).per_rank
+        again = (max(max(saved[chunk]) for chunk in own) for own in schedule.chunks)
         return tuple(map(sum, zip(counts, again, strict=True)))
 
     def schedule(self, choice: Choice) -> Schedule:
@@ -399,26 +337,19 @@ class Predictor:
 
     def states(self, choice: Choice) -> list[Estimate]:
         """Return the bytes of each pipeline rank without activations."""
-        key = (choice.stage, choice.tp, choice.pp, choice.tiers, self.num_microbatches(choice) > 1)
-        return self.estimate(*key, choice.chunks, choice.bits)
+        shared = replace(choice, recompute="none", samples=0)
+        return self._states(shared, self.num_microbatches(choice) > 1)
 
-    def _estimate(
-        self,
-        stage: int,
-        tp: int,
-        pp: int,
-        tiers: tuple[str, str],
-        accumulates: bool,
-        chunks: int,
-        bits: int,
-    ) -> list[Estimate]:
-        setting, config, units = self.planned(stage, tp, pp, tiers, accumulates)
-        states, found = States(bits=bits), []
-        runs = self.runs(pp, chunks)
-        for rank in range(pp):
-            own = sorted({number for chunk in runs[rank::pp] for number in chunk} | {0})
-            part = [units[number] for number in own]
-            found.append(estimate_of_rank((part, 0), setting, config, states, DryRun()))
+    def _estimated(self, choice: Choice, accumulates: bool) -> list[Estimate]:
+        config, setting, units = self._plans(
+            Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers), accumulates
+        )
+        found, (runs, _) = [], self.cut(choice.pp * choice.chunks)
+        for rank in range(choice.pp):
+            placed = [rank == place for place in placement(choice)]
+            own = sorted({0}.union(*(run for run, is_own in zip(runs, placed, strict=True) if is_own)))
+            part = [units[number] for number in own], 0
+            found.append(estimate_of_rank(part, setting, config, States(bits=choice.bits), DryRun()))
         return found
 
     def bytes(self, choice: Choice) -> Estimate:
@@ -433,68 +364,76 @@ class Predictor:
 
     # -- seconds ----------------------------------------------------------------------------------------
 
+    def compute(self, choice: Choice) -> list[tuple[float, float]]:
+        """Return the seconds of forward and backward of all units, with the exchanges of tensor ranks."""
+        profile, tensor = self.profile(choice.tp, choice.samples), [0.0] * len(self.profile(choice.tp, 1))
+        if choice.tp > 1:
+            tensor = [self.cluster.exchange(u.sent, u.calls, choice.tp, adds=True) for u in profile]
+        return [(u.forward + t, u.backward + t) for u, t in zip(profile, tensor, strict=True)]
+
     def times(self, choice: Choice) -> list[_Times]:
         """Return the seconds of all units, in the order of the plans."""
-        plan, profile = self.plan(choice), self._profile(choice.tp, choice.samples)
-        share = self._recomputed(choice)
-        return [
-            self._of_unit(unit, own, choice, plan, share if number else 0.0, number)
-            for number, (unit, own) in enumerate(zip(plan.units, profile, strict=True))
-        ]
+        _, setting, units = self.plan(choice)
+        again, found = self._recomputed(choice), []
+        for number, (unit, (forward, backward)) in enumerate(zip(units, self.compute(choice), strict=True)):
+            is_last = number == len(units) - 1
+            is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=is_last)
+            backward += again * forward if number else 0.0
+            found.append(self._of_unit(unit, (forward, backward), choice, setting, is_kept))
+        return found
 
     def _recomputed(self, choice: Choice) -> float:
         """Return the share of the units that recompute."""
         if choice.recompute != "auto":
             return float(choice.recompute == "unit")
-        all_kept, none_kept = (self._usage(choice.tp, how, choice.samples) for how in ("none", "unit"))
-        room = self.room - self.states(choice)[0].peak
-        return min(1.0, max(0.0, (all_kept - room) / max(1, all_kept - none_kept)))
+        kept, least = (self.usage(choice.tp, how, choice.samples) for how in ("none", "unit"))
+        missing = kept - (self.room - self.states(choice)[0].peak)
+        return min(1.0, max(0.0, missing / max(1, kept - least)))
 
     def _of_unit(
-        self, unit: UnitPlan, own: UnitProfile, choice: Choice, plan: Planned, recomputed: float, number: int
+        self,
+        unit: UnitPlan,
+        seconds: tuple[float, float],
+        choice: Choice,
+        setting: Setting,
+        is_kept: bool,
     ) -> _Times:
-        cluster, machine, setting = self.cluster, self.cluster.machine, plan.setting
-        is_kept = unit.is_kept(
-            setting.placements, is_root=number == 0, ends_forward=number == len(plan.units) - 1
-        )
-        sent = [0.0, 0.0, 0.0]
-        calls = [0, 0, 0]
-        link = states = moved = stepped = 0.0
+        cluster, machine, bandwidth = self.cluster, self.cluster.machine, self.cluster.machine.bandwidth
+        gather = regather = reduce = link = states = moved = stepped = 0.0
+        span, sizes = choice.tp * setting.sizes[DP_SHARD], setting.sizes
         for buffer in unit.buffers:
             total, item = buffer.layout.total, buffer.compute_dtype.itemsize
             wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
-            regathers = () if is_kept else buffer.regathers
-            paths = ((buffer.gathers, (item,)), (regathers, (item,)), (buffer.reductions, wire))
-            for at, (path, items) in enumerate(paths):
-                sent[at] += bytes_sent(path, total, setting.sizes, *items)
-                calls[at] += len(path)
+            paths = buffer.gathers, () if is_kept else buffer.regathers
+            one, again = (
+                cluster.exchange(bytes_sent(path, total, sizes, item), len(path), span) for path in paths
+            )
+            gather, regather = gather + one, regather + again
+            num_bytes, num = bytes_sent(buffer.reductions, total, sizes, *wire), len(buffer.reductions)
+            reduce += cluster.exchange(num_bytes, num, span, adds=True)
             if not buffer.is_resident and (buffer.copy_tier or buffer.main_tier) is not Tier.DEVICE:
                 link += buffer.main_size * item
             if buffer.trainable:
-                states += _state_traffic(buffer, choice.bits)
-                stepped += buffer.main_size * (3 * buffer.main_dtype.itemsize + 4 * choice.bits / 8)
-                moved += total * (item + buffer.reduce_dtype.itemsize)
-        span = choice.tp * setting.sizes[DP_SHARD]
-        seconds = [
-            cluster.exchange(num, call, span, adds=at == 2)
-            for at, (num, call) in enumerate(zip(sent, calls, strict=True))
-        ]
-        tensor = cluster.exchange(own.sent, own.calls, choice.tp, adds=True) if choice.tp > 1 else 0.0
-        forward = own.forward + tensor
-        rates = [rate for rate in (machine.to_host, machine.from_host) if rate]
-        disk = [rate for rate in (machine.disk_read, machine.disk_write) if rate and "nvme" in choice.tiers]
-        rate = min([*rates, *disk], default=machine.bandwidth)
+                own, main = (
+                    2 * buffer.main_size * choice.bits / 8,
+                    buffer.main_size * buffer.main_dtype.itemsize,
+                )
+                states += own * buffer.travels + main * (buffer.main_tier is not Tier.DEVICE)
+                stepped += 2 * own + 3 * main
+                moved += total * (item + wire[0])
+        rates = [machine.to_host, machine.from_host]
+        rates += [machine.disk_read, machine.disk_write] if "nvme" in choice.tiers else []
+        rate = min([rate for rate in rates if rate], default=bandwidth)
         return _Times(
-            unit.name or "rest",
-            forward=forward,
-            backward=own.backward + tensor + recomputed * forward + moved / machine.bandwidth,
-            gather=seconds[0],
-            regather=seconds[1],
-            reduce=seconds[2],
+            forward=seconds[0],
+            backward=seconds[1] + moved / bandwidth,
+            gather=gather,
+            regather=regather,
+            reduce=reduce,
             link=link / rate,
             states=states / rate,
-            step=stepped / machine.bandwidth,
-            resident=unit.is_resident,
+            step=stepped / bandwidth,
+            is_resident=unit.is_resident,
         )
 
     def __call__(self, choice: Choice) -> Prediction:
@@ -502,78 +441,57 @@ class Predictor:
         return self._pipelined(choice) if choice.pp > 1 else self._alone(choice)
 
     def _alone(self, choice: Choice) -> Prediction:
-        units, num = self.times(choice), self.num_microbatches(choice)
-        units = [*units[1:], units[0]]
-        reduces = self.plan(choice).setting.placements.gradient != SUMMANDS
-        line = _Line(self.on_cpu)
+        root, *others = self.times(choice)
+        units, num, line = [*others, root], self.num_microbatches(choice), _Line(self.on_cpu)
+        each = self.plan(choice)[1].placements.gradient != SUMMANDS
         reduced = 0.0
         for number in range(min(num, 3)):
-            before, busy = max(line.ends.values()), dict(line.busy)
-            is_last = number == min(num, 3) - 1
+            start, busy = line.end, dict(line.busy)
             line.forward(units, is_first=number == 0)
-            reduced = line.backward(units, reduces=reduces or is_last)
+            reduced = line.backward(units, reduces=each or number == min(num, 3) - 1)
             if number == 1 and num > 3:  # the micro-batches in the middle are alike
-                line.skip((num - 3) * (max(line.ends.values()) - before))
+                more = (num - 3) * (line.end - start)
+                line.ends = {row: end + more for row, end in line.ends.items()}
                 line.busy = {row: one + (num - 3) * (one - busy[row]) for row, one in line.busy.items()}
         line.step(units, reduced)
-        return Prediction(
-            choice=choice,
-            seconds=max(line.ends.values()),
-            busy=dict(line.busy),
-            spans=tuple(line.spans),
-            estimate=self.bytes(choice),
-        )
+        return Prediction(choice, line.end, line.busy, tuple(line.spans), self.bytes(choice))
 
     def _pipelined(self, choice: Choice) -> Prediction:
-        times, schedule = self.times(choice), self.schedule(choice)
-        profile, cluster = self._profile(choice.tp, choice.samples), self.cluster
+        times, schedule, cluster = self.times(choice), self.schedule(choice), self.cluster
         num, span = self.num_microbatches(choice), cluster.num_ranks // choice.pp + 1
         costs, tails = [], [0.0] * choice.pp
         busy = [dict.fromkeys((COMPUTE, NETWORK, LINK), 0.0) for _ in range(choice.pp)]
-        for rank, run in zip(schedule.placement, self.runs(choice.pp, choice.chunks), strict=True):
+        for rank, run in zip(schedule.placement, self.cut(choice.pp * choice.chunks)[0], strict=True):
             units, line, end = [times[number] for number in run], _Line(self.on_cpu), _Line(self.on_cpu)
             line.forward(units, is_first=False)
-            forward = max(line.ends.values())
+            forward = line.end
             line.backward(units, reduces=False)
-            backward = max(line.ends.values()) - forward
-            given = max(profile[number].given for number in run)
+            half = (line.end - forward) / 2
+            given = max(self.profile(choice.tp, choice.samples)[number].given for number in run)
+            transfer = cluster.exchange(given, 1, span)
             costs.append(
-                ActionCosts(
-                    forward=forward,
-                    backward_input=backward / 2,
-                    backward_weight=backward / 2,
-                    transfer=cluster.exchange(given, 1, span),
-                )
+                ActionCosts(forward=forward, backward_input=half, backward_weight=half, transfer=transfer)
             )
-            sent = sum(unit.reduce + unit.resident * unit.gather for unit in units)
+            sent = sum(unit.reduce + unit.is_resident * unit.gather for unit in units)
             end.step(units, end.add(NETWORK, "R", 0.0, sent))
             # On an accelerator gradients are reduced while the last micro-batch goes back.
-            hidden = 0.0 if self.on_cpu else backward
-            tails[rank] += max(end.busy[COMPUTE], max(end.ends.values()) - hidden)
+            tails[rank] += max(end.busy[COMPUTE], end.end - (0.0 if self.on_cpu else 2 * half))
             for row in busy[rank]:
                 busy[rank][row] += num * line.busy[row] + end.busy[row]
         found = _simulated(schedule, tuple(costs))
-        spans, ends = [], []
+        spans = []
         for rank, (own, tail) in enumerate(zip(found.spans, tails, strict=True)):
-            ends.append(own[-1].end + tail)
             spans += [Span(f"rank {rank}", str(one.action), one.start, one.end) for one in own]
-            spans += [Span(f"rank {rank}", "step", own[-1].end, ends[-1])] if tail else []
-        return Prediction(
-            choice=choice,
-            seconds=max(ends),
-            busy=max(busy, key=lambda own: max(own.values())),
-            spans=tuple(spans),
-            estimate=self.bytes(choice),
-            bubble=found.bubble_share,
-        )
+            spans += [Span(f"rank {rank}", "step", own[-1].end, own[-1].end + tail)] if tail else []
+        most = max(busy, key=lambda own: max(own.values()))
+        seconds = max(span.end for span in spans)
+        return Prediction(choice, seconds, most, tuple(spans), self.bytes(choice), found.bubble_share)
 
 
-def _state_traffic(buffer: BufferPlan, bits: int) -> float:
-    """Return the bytes that come to the device for the step of a buffer, and go back."""
-    moved = 2 * buffer.main_size * bits / 8 if buffer.travels else 0.0
-    return moved + (
-        buffer.main_size * buffer.main_dtype.itemsize if buffer.main_tier is not Tier.DEVICE else 0
-    )
+def placement(choice: Choice) -> Sequence[int]:
+    """Return the pipeline rank of each chunk."""
+    down = range(choice.pp)
+    return (*down, *reversed(down)) if choice.schedule == "zbv" else loop(choice.pp, choice.chunks)
 
 
 @functools.lru_cache(maxsize=256)

@@ -27,7 +27,7 @@ from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.units import UnitSpec
-from zeroshard.planning.machine import Machine
+from zeroshard.planning.machine import Cluster
 
 
 class UnitProfile(NamedTuple):
@@ -158,9 +158,8 @@ def count_units(
     config: Config,
     setting: Setting,
     loss_of: LossOf,
-    machine: Machine,
+    cluster: Cluster,
     tp_plan: Plan | None = None,
-    efficiency: float = 1.0,
 ) -> list[UnitProfile]:
     """Return the profile of a micro-batch on a machine that is not there, without memory.
 
@@ -168,9 +167,8 @@ def count_units(
         model: the model; it does not change, and is not read.
         config, setting: the config, and the setting of its plans.
         loss_of: computes the loss on the meta device.
-        machine: the rates of the machine.
+        cluster: the rates of its machine, and the share that layers reach.
         tp_plan: see `plan_division`.
-        efficiency: the share of the rate of products that is reached.
 
     Raises:
         ValueError: the forward or backward does not run without values.
@@ -196,10 +194,11 @@ def count_units(
                 f"the forward and backward of {type(model).__name__} run without memory to be planned, and "
                 f"raise {type(error).__name__}: {error}"
             ) from error
+    machine = cluster.machine
     dtype = str(config.precision.param_dtype or torch.float32).removeprefix("torch.")
     if dtype not in machine.flops:
         raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
-    rate = machine.flops[dtype] * efficiency
+    rate = machine.flops[dtype] * cluster.efficiency
     found = []
     for name, (flops, products, traffic, saved, sent, calls) in trace.both[0].items():
         again, _, moved, *_ = trace.both[1][name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,7 +18,17 @@ import numpy as np
 
 from zeroshard.config.sections import Config
 from zeroshard.memory.estimate import Estimate
-from zeroshard.planning.predict import BITS, COMPUTE, LINK, NETWORK, TIERS, Choice, Prediction, Predictor
+from zeroshard.planning.predict import (
+    BITS,
+    COMPUTE,
+    LINK,
+    NETWORK,
+    TIERS,
+    Choice,
+    Prediction,
+    Predictor,
+    placement,
+)
 from zeroshard.tables import format_bytes, render
 
 RECOMPUTES = ("none", "auto", "unit")
@@ -27,134 +37,71 @@ SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("zbv", 2), ("interleaved"
 """Schedules of pipelines with their chunks, in the order in which equally fast ones are taken."""
 _POWERS = tuple(1 << power for power in range(7))
 _MOST_MICROBATCHES = 64
-"""Of a pipeline: with more, bubbles are no longer what is gained."""
-_HOLDS_ALL = frozenset(("gpipe", "1f1b", "interleaved"))
-"""Schedules whose backwards are whole, so that other ranks still run some after the last one of a rank."""
+"""Of a pipeline: with more, bubbles are no longer what is lost."""
 
 
-class _Family(NamedTuple):
-    """Configurations that differ in tiers, recomputation, micro-batch and bits."""
-
-    stage: int
-    tp: int
-    pp: int
-    schedule: str
-    chunks: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The best configurations."""
 
     best: tuple[Prediction, ...]
     """The fastest first."""
     num: int
-    """Configurations that exist."""
-    num_fitting: int
-    """Those that were looked at and fit."""
-    least: Estimate | None
-    """The least that a configuration takes that was looked at; None if none was."""
+    """Configurations that exist, whether they fit or not."""
 
 
-def families(predictor: Predictor) -> Iterator[_Family]:
-    """Yield all families that the ranks and the model allow."""
+def families(predictor: Predictor) -> Iterator[Choice]:
+    """Yield configurations that stand for others with other tiers, recomputation, micro-batches and bits."""
     cluster = predictor.cluster
     for tp, pp in product(_POWERS, _POWERS):
-        if (
-            cluster.num_ranks % (tp * pp)
-            or tp > min(8, cluster.ranks_per_node)
-            or not _divides(predictor, tp)
-        ):
+        if cluster.num_ranks % (tp * pp) or tp > min(8, cluster.ranks_per_node):
             continue
-        for (schedule, chunks), stage in product(SCHEDULES if pp > 1 else [("1f1b", 1)], range(4)):
+        for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             try:
-                predictor.runs(pp, chunks)
-            except ValueError:  # too few blocks, or a model that cannot be cut
+                predictor.profiles(tp)
+                predictor.cut(pp * chunks)
+            except (ValueError, KeyError):  # layers or blocks that cannot be divided so
                 continue
-            yield _Family(stage, tp, pp, schedule, chunks)
+            for stage in range(4):
+                yield Choice(stage=stage, tp=tp, pp=pp, schedule=schedule, chunks=chunks)
 
 
-def _divides(predictor: Predictor, tp: int) -> bool:
-    try:
-        predictor.profiles(tp)
-    except (ValueError, KeyError):  # layers that cannot be divided so
-        return False
-    return bool(predictor.specs(tp))
-
-
-def _tiers_of(predictor: Predictor) -> tuple[tuple[str, str], ...]:
-    """The tiers that the machine has."""
-    if predictor.on_cpu:
-        return TIERS[:1]
-    return TIERS if predictor.cluster.machine.disk_read else TIERS[:3]
-
-
-def _bounds(predictor: Predictor, family: _Family, samples: Sequence[int], bits: Sequence[int]) -> Any:
+def _bounds(predictor: Predictor, family: Choice, samples: Sequence[int], bits: Sequence[int]) -> Any:
     """Return the bounds of a family, [tiers, recomputes, samples, bits]; infinite where there is none."""
-    stage, tp, pp, schedule, chunks = family
-    choice = Choice(stage=stage, tp=tp, pp=pp, schedule=schedule, chunks=chunks)
-    machine = predictor.cluster.machine
-    nums = np.array([predictor.num_microbatches(replace(choice, samples=num)) for num in samples])
-    # The exchanges and the step do not depend on the micro-batch, but for the gradients that are added up.
-    units = predictor.times(replace(choice, samples=samples[0]))
-    profiles = [predictor._profile(tp, num) for num in samples]
-    tensor = [
-        predictor.cluster.exchange(sum(u.sent for u in own), sum(u.calls for u in own), tp, adds=True)
-        if tp > 1
-        else 0.0
-        for own in profiles
-    ]
-    runs = predictor.runs(pp, chunks)
-    within = np.zeros((pp, len(units)))
-    for number, run in enumerate(runs):
-        placement = number % pp if schedule != "zbv" or number < pp else 2 * pp - 1 - number
-        within[placement, run] = 1
-
-    def of_ranks(values: Sequence[float]) -> Any:
-        return within @ np.array(values, dtype=float)
-
-    forward = (
-        np.array([of_ranks([u.forward for u in own]) for own in profiles]) + np.array(tensor)[:, None] / pp
+    machine, pp, (runs, _) = predictor.cluster.machine, family.pp, predictor.cut(family.pp * family.chunks)
+    each = [replace(family, samples=num) for num in samples]
+    units, (_, setting, plans) = predictor.times(each[0]), predictor.plan(each[0])
+    within = np.zeros((pp, len(units)))  # the units of each pipeline rank
+    for rank, run in zip(placement(family), runs, strict=True):
+        within[rank, run] = 1
+    forward, backward = np.moveaxis(np.array([predictor.compute(one) for one in each]), -1, 0)
+    forward, backward = forward @ within.T, backward @ within.T  # [samples, ranks]
+    gather, regather, reduce, step = (
+        within @ [getattr(unit, name) for unit in units] for name in ("gather", "regather", "reduce", "step")
     )
-    backward = (
-        np.array([of_ranks([u.backward for u in own]) for own in profiles]) + np.array(tensor)[:, None] / pp
-    )
-    sums = {
-        name: of_ranks([getattr(u, name) for u in units]) for name in ("gather", "regather", "reduce", "step")
-    }
-    is_freed = of_ranks([0.0 if u.resident else u.gather for u in units])
-    reduces = predictor.plan(choice).setting.placements.gradient and stage >= 2 and pp == 1
-    num = nums[:, None]
-    network = np.where(is_freed > 0, num * (is_freed + sums["regather"]), sums["gather"])
-    network = network + sums["reduce"] * (num if reduces else 1)
-    recomputed = np.array([0.0, 0.0, 1.0])[:, None, None]
-    compute = num * (forward * (1 + recomputed) + backward) + sums["step"] * 0.5
-    fill = np.concatenate([np.zeros((len(samples), 1)), np.cumsum(forward / chunks, 1)[:, :-1]], 1)
-    if schedule in _HOLDS_ALL:
-        fill = fill + np.concatenate(
-            [np.zeros((len(samples), 1)), np.cumsum(backward / chunks, 1)[:, :-1]], 1
-        )
-    compute = compute + fill
-    owned = (
-        sum(b.main_size for unit in predictor.plan(choice).units for b in unit.buffers if b.trainable) / pp
-    )
+    num = np.array([predictor.num_microbatches(one) for one in each])[:, None]
+    is_sharded, sums_each = bool(setting.placements.parameter), family.stage > 1 and pp == 1
+    network = num * regather + (num if is_sharded else 1) * gather + (num if sums_each else 1) * reduce
+    again = np.array([0, 0, 1])[:, None, None]
+    compute = num * (forward * (1 + again) + backward)
+    if family.schedule in ("1f1b", "gpipe", "interleaved"):  # other ranks begin earlier and end later
+        fill = np.cumsum((forward + backward) / family.chunks, 1)[:, :-1]
+        compute = compute + np.concatenate([np.zeros((len(samples), 1)), fill], 1)
+    both = compute + network + step if predictor.on_cpu else np.maximum(compute, network)
     rates = [rate for rate in (machine.to_host, machine.from_host) if rate]
+    owned = sum(buffer.main_size for unit in plans for buffer in unit.buffers if buffer.trainable) / pp
     found = np.full((len(TIERS), len(RECOMPUTES), len(samples), len(bits)), np.inf)
-    for at, (optimizer, parameters) in enumerate(_tiers_of(predictor)):
-        if parameters != "none" and stage < 3:
-            continue
-        link = np.zeros((1, 1, len(bits)))
-        if optimizer != "none" and rates:
-            link = link + np.array(bits)[None, None, :] / 4 * owned / min(rates)
-        both = compute + network if predictor.on_cpu else np.maximum(compute, network)
-        found[at] = np.maximum(both.max(-1)[:, :, None], link)
+    for at, (optimizer, parameters) in enumerate(TIERS):
+        is_there = at == 0 or (rates and (machine.disk_read or "nvme" not in TIERS[at]))
+        if is_there and (parameters == "none" or is_sharded):
+            link = np.array(bits) / 4 * owned / min(rates) if optimizer != "none" else np.zeros(len(bits))
+            found[at] = np.maximum(both.max(-1)[:, :, None], link)
     if pp > 1:  # a budget of memory is for whole models
         found[:, 1] = np.inf
     return found
 
 
 def search(
-    predictor: Predictor, *, bits: Sequence[int] = BITS, num_best: int = 5, only: Any = None
+    predictor: Predictor, *, bits: Sequence[int] = BITS, num_best: int = 5, most_pp: int = 64
 ) -> SearchResult:
     """Return the fastest configurations that fit.
 
@@ -162,84 +109,64 @@ def search(
         predictor: the model, the cluster and the samples of a step.
         bits: the bits of optimizer states to choose from.
         num_best: the number of configurations to return.
-        only: (family) -> True for those to look at; None for all.
+        most_pp: pipeline ranks, at most.
 
     Raises:
-        ValueError: no configuration exists for these samples, or none fits; the text says what needs least.
+        ValueError: no configuration exists for these samples, or none fits; the text says what needs less.
     """
-    entries: list[tuple[_Family, list[int]]] = []
-    bounds, counts = [], []
+    entries: list[tuple[Choice, list[int], Any]] = []
     for family in families(predictor):
-        data = predictor.cluster.num_ranks // (family.tp * family.pp)
-        most = _MOST_MICROBATCHES if family.pp > 1 else predictor.samples
+        each = {num: predictor.num_microbatches(replace(family, samples=num)) for num in SAMPLES}
+        data, most = predictor.cluster.num_ranks // (family.tp * family.pp), _MOST_MICROBATCHES
         samples = [
             num
-            for num in SAMPLES
-            if predictor.samples % (data * num) == 0 and 1 <= predictor.samples // (data * num) <= most
+            for num, steps in each.items()
+            if steps * num * data == predictor.samples and (family.pp == 1 or steps <= most)
         ]
-        if samples and (only is None or only(family)):
-            entries.append((family, samples))
-            bounds.append(_bounds(predictor, family, samples, bits))
-            counts.append(bounds[-1].size)
-    if not bounds:
-        raise ValueError(
-            f"expected samples of a step that {predictor.cluster.num_ranks} ranks can divide, got "
-            f"{predictor.samples}: take more tokens, or a power of 2 of them"
-        )
-    flat = np.concatenate([one.ravel() for one in bounds])
-    starts = np.cumsum([0, *counts])
-    best: list[Prediction] = []
-    fastest: dict[tuple[Any, ...], float] = {}
-    num_fitting, least = 0, None
-    for at in np.argsort(flat, kind="stable"):
-        if flat[at] == np.inf or (len(best) >= num_best and flat[at] >= best[num_best - 1].seconds):
+        if samples and family.pp <= most_pp:
+            entries.append((family, samples, _bounds(predictor, family, samples, bits)))
+    flat = np.concatenate([[np.inf], *(bounds.ravel() for _, _, bounds in entries)])
+    starts = 1 + np.cumsum([0, *(bounds.size for _, _, bounds in entries)])
+    found: dict[Choice, Prediction] = {}  # the fastest by family and micro-batch
+    least: Estimate | None = None
+    for at in np.argsort(flat, kind="stable")[: np.isfinite(flat).sum()]:
+        best = sorted(found.values(), key=lambda one: one.seconds)[:num_best]
+        if len(best) == num_best and flat[at] >= best[-1].seconds:
             break
         place = int(np.searchsorted(starts, at, side="right")) - 1
-        family, samples = entries[place]
-        tier, how, number, bit = np.unravel_index(at - starts[place], bounds[place].shape)
-        key = (*family, samples[number])
-        if flat[at] >= fastest.get(key, np.inf):
+        family, samples, bounds = entries[place]
+        tier, how, number, bit = np.unravel_index(at - starts[place], bounds.shape)
+        key = replace(family, samples=samples[number])
+        if key in found and flat[at] >= found[key].seconds:
             continue
-        choice = Choice(
-            **family._asdict(),
-            tiers=TIERS[tier],
-            recompute=RECOMPUTES[how],
-            samples=samples[number],
-            bits=bits[bit],
-        )
-        found = _fitting(predictor, choice)
-        if not isinstance(found, Prediction):
-            least = min((one for one in (least, found) if one), key=lambda one: one.peak, default=None)
-            continue
-        num_fitting += 1
-        if found.seconds < fastest.get(key, np.inf):
-            fastest[key] = found.seconds
-            same = [one for one in best if (*_family_of(one.choice), one.choice.samples) != key]
-            best = sorted([*same, found], key=lambda one: one.seconds)
-    if not best:
-        needs = (
-            "none exists" if least is None else f"the least that was tried takes {format_bytes(least.peak)}"
-        )
+        choice = replace(key, tiers=TIERS[tier], recompute=RECOMPUTES[how], bits=bits[bit])
+        one = _fitting(predictor, choice)
+        if isinstance(one, Prediction) and (key not in found or one.seconds < found[key].seconds):
+            found[key] = one
+        elif isinstance(one, Estimate) and (least is None or one.peak < least.peak):
+            least = one
+    if not found:
+        needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
+        if least is not None:
+            needs = (
+                f"one that was tried takes {format_bytes(least.peak)}: take more ranks, or shorter samples"
+            )
         raise ValueError(
-            f"no configuration fits into {format_bytes(predictor.room)} of a device of cluster "
-            f"{predictor.cluster.name!r}; {needs}: take more ranks, or shorter samples"
+            f"{predictor.samples} samples on {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
+            f"configuration fits into {format_bytes(predictor.room)} of a device; {needs}"
         )
-    num = int(np.isfinite(flat).sum())
-    return SearchResult(best=tuple(best[:num_best]), num=num, num_fitting=num_fitting, least=least)
-
-
-def _family_of(choice: Choice) -> _Family:
-    return _Family(choice.stage, choice.tp, choice.pp, choice.schedule, choice.chunks)
+    return SearchResult(
+        tuple(sorted(found.values(), key=lambda one: one.seconds)[:num_best]), int(np.isfinite(flat).sum())
+    )
 
 
 def _fitting(predictor: Predictor, choice: Choice) -> Prediction | Estimate | None:
     """Return the prediction if the configuration exists and fits; its bytes if it does not; else None."""
     try:
         Config.parse(predictor.config(choice))
-        states = max(predictor.states(choice), key=lambda one: one.peak)
-        if not predictor.fits(states):
-            return states
-        found = predictor.bytes(choice)
+        found = max(predictor.states(choice), key=lambda one: one.peak)
+        if predictor.fits(found):
+            found = predictor.bytes(choice)
         return predictor(choice) if predictor.fits(found) else found
     except ValueError:  # a schedule or a config that does not exist with these numbers
         return None
@@ -307,12 +234,8 @@ def draw(prediction: Prediction, width: int = 72) -> str:
     rows: dict[str, list[str]] = {}
     for row, label, start, end in prediction.spans:
         cells = rows.setdefault(row, [" "] * width)
-        if row in (COMPUTE, NETWORK, LINK):
-            letter = label[0]
-        else:
-            chunk_free = label.lstrip("0123456789")
-            number = chunk_free[1:]
-            letter = chunk_free[0].lower() if number.isdigit() and int(number) % 2 else chunk_free[0]
+        kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
+        letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
         first, last = (int(width * time / prediction.seconds) for time in (start, end))
         for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
             cells[cell] = letter
