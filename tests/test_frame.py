@@ -223,7 +223,7 @@ MEASURED = {
     ("benchmarks/pipeline_async.py", "parallel"),
     ("benchmarks/pipeline_clock.py", "parallel"),
     ("benchmarks/pipeline_engines.py", "parallel"),
-    ("benchmarks/plan.py", "planning"),
+    *(("benchmarks/plan.py", part) for part in ("comm", "memory", "planning")),
 }
 """Parts without public names that a benchmark measures by themselves."""
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import zeroshard
 from tests.commands import failure, shown
+from tests.planning import models
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Choice, Predictor
@@ -34,18 +35,9 @@ GPU = Machine(
 FOUR = Cluster(name="four", machine=GPU, num_ranks=4, ranks_per_node=4, network=5e9, latency=1e-5)
 
 
-def llama(blocks: int = 4) -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        vocab_size=8192,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+def llama() -> nn.Module:
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config)
+        return models.llama()
 
 
 def predictor(cluster: Cluster = FOUR, samples: int = 16, **given: Any) -> Predictor:
@@ -259,7 +251,7 @@ def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None
         ValueError, match=r"no configuration fits into .* take more ranks, or shorter samples"
     ):
         search(own)
-    with pytest.raises(ValueError, match="0 samples on 4 ranks, four: no configuration fits"):
+    with pytest.raises(ValueError, match="0 samples, 4 ranks, four: no configuration fits"):
         search(predictor(samples=0))
     with pytest.raises(ValueError, match="expected one of 8xH100, 64xH100, 8x4090, 2xCPU, or a file"):
         read_cluster("9xH100")
@@ -280,10 +272,7 @@ def test_the_command_prints_the_best_and_writes_a_config_that_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model, out = tmp_path / "config.json", tmp_path / "plan.json"
-    llama().config.architectures = ["LlamaForCausalLM"]
-    config = llama().config
-    config.architectures = ["LlamaForCausalLM"]
-    config.to_json_file(model)
+    llama().config.to_json_file(model)
     arguments = ("--cluster", "2xCPU", "--tokens", 1024, "--length", 64, "--out", out)
     printed = shown(capsys, "plan", model, *arguments)
     assert "2 ranks of 2xCPU, predicted, not measured" in printed

@@ -289,8 +289,11 @@ class Probes:
                 model.zero_grad()
             per_layer[width, stage] = statistics.median(watch.read()[1:]) / _DEPTH
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        machine = self._machine
+        if machine.device == "cpu":  # whose memory its ranks share
+            machine = replace(machine, device_bytes=machine.device_bytes // ranks)
         cluster = Cluster(
-            name="this one", machine=self._machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
+            name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
         )
         if world.size == 1:
             return cluster

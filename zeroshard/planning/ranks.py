@@ -4,84 +4,165 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from zeroshard.comm.device import use_device
-from zeroshard.comm.lifecycle import start_world
+from zeroshard.comm.collectives import Axis, on_first
+from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config
-from zeroshard.memory.activations import loss_of_tokens
+from zeroshard.internals import pytree
+from zeroshard.internals.nested import find_tensors
+from zeroshard.memory.activations import LossOf
 from zeroshard.memory.estimate import setting_of
+from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, Probes, measure_machine
 from zeroshard.planning.predict import Predictor
-from zeroshard.planning.profile import UnitProfile, count_units, time_units
+from zeroshard.planning.profile import Profiles, UnitProfile, count_units, time_units
+from zeroshard.planning.search import search
+
+SAMPLES_PER_RANK = 8
+"""Samples of a step of `config="auto"`, for each rank."""
+_ROUNDS = 3
+_MEASURED = (1, 2)
+"""Samples of the micro-batches that are timed for `config="auto"`."""
 
 
 class Ranks:
-    """All ranks, which measure the units of a model and their own exchanges; collective.
+    """All ranks, which time the units of a model and exchange; collective.
 
     Args:
-        model: a causal language model of transformers.
+        world: all ranks.
+        model: the model; it does not change.
         samples: the samples of a step, of all ranks together.
-        length: the tokens of a sample.
+        loss_of: (samples) -> the function that computes the loss of a micro-batch of so many.
+        tp_plan: see `plan_division`.
     """
 
-    def __init__(self, model: nn.Module, samples: int, length: int) -> None:
-        self._model, self._samples, self._length = model, samples, length
-        self._device = use_device(None)
-        self._world = start_world(self._device, 600.0)
-        self._machine = measure_machine()
-        self._probes = Probes(self._world, self._machine)
+    def __init__(
+        self,
+        world: Axis,
+        model: nn.Module,
+        samples: int,
+        loss_of: Callable[[int], LossOf],
+        tp_plan: Plan | None = None,
+    ) -> None:
+        self._model, self._samples, self._loss_of, self._tp_plan = model, samples, loss_of, tp_plan
+        self._world, self._probes = world, Probes(world, measure_machine())
         self._clusters: list[Cluster] = []
-        self._runs: dict[int, Any] = {}
-        self._seconds: dict[tuple[int, int], list[Any]] = defaultdict(list)
-        self._counted: dict[tuple[int, int], list[UnitProfile]] = {}
+        self._runs: dict[int, Callable[[LossOf], dict[str, tuple[float, float]]]] = {}
+        self._seconds = defaultdict[tuple[int, int], list[dict[str, tuple[float, float]]]](list)
 
-    def measure(self, tensor: Sequence[int], samples: Sequence[int]) -> None:
-        """Measure once more; what is predicted afterwards is a median."""
+    def measure(self, tensor: Collection[int], samples: Collection[int]) -> None:
+        """Measure once more; what is predicted afterwards is a median.
+
+        Args:
+            tensor: the numbers of tensor ranks; layers that cannot be divided so are left out.
+            samples: the numbers of samples of a micro-batch.
+        """
         self._clusters.append(self._probes.measure())
         for tp in tensor:
-            config = Config.parse({"mesh": {"tp": tp}})
-            setting = setting_of(config, tp, host_computes=self._clusters[0].shares_cores)
-            if tp not in self._runs:
-                self._runs[tp] = time_units(self._model, config, setting, self._device)
-            for num in samples:
-                loss_of = loss_of_tokens((num, self._length))
-                self._world.all_gather_object(None, "begin of a measured run")
-                self._seconds[tp, num].append(self._runs[tp](loss_of))
-                if (tp, num) not in self._counted:
-                    self._counted[tp, num] = count_units(
-                        self._model, config, setting, loss_of, self._clusters[0]
-                    )
+            try:
+                if tp not in self._runs:
+                    own = self._setting(tp)
+                    self._runs[tp] = time_units(self._model, *own, self._world.device, self._tp_plan)
+                for num in samples:
+                    self._seconds[tp, num].append(self._runs[tp](self._loss_of(num)))
+            except (ValueError, torch.OutOfMemoryError):  # nothing is known of it then
+                continue
+
+    def _setting(self, tp: int) -> tuple[Config, Any]:
+        config = Config.parse({"mesh": {"tp": tp}})
+        return config, setting_of(config, tp, host_computes=not has_streams(self._world.device))
 
     def cluster(self) -> Cluster:
-        names = ("network", "between", "latency", "sums")
-        if not self._clusters:
-            return self._probes.measure()
-        machine = replace(
-            self._machine, bandwidth=statistics.median(one.machine.bandwidth for one in self._clusters)
-        )
-        values = {name: statistics.median(getattr(one, name) for one in self._clusters) for name in names}
-        return replace(self._clusters[0], machine=machine, **values)
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self.cluster())
+        """Return the medians of all rounds."""
+        rates = {
+            name: statistics.median(getattr(one, name) for one in self._clusters)
+            for name in ("network", "between", "latency", "sums")
+        }
+        return replace(self._clusters[0], **rates)
 
     def predictor(self) -> Predictor:
-        timed: dict[int, dict[int, Sequence[UnitProfile]]] = defaultdict(dict)
+        """Return what predicts steps of this model on these ranks."""
+        cluster, timed = self.cluster(), defaultdict[int, dict[int, Sequence[UnitProfile]]](dict)
         for (tp, num), runs in self._seconds.items():
-            units = []
-            for unit in self._counted[tp, num]:
-                both = [statistics.median(run[unit.name][at] for run in runs) for at in (0, 1)]
-                units.append(unit._replace(forward=both[0], backward=both[1]))
-            timed[tp][num] = units
+            counted = count_units(self._model, *self._setting(tp), self._loss_of(num), cluster, self._tp_plan)
+            timed[tp][num] = [
+                unit._replace(
+                    forward=statistics.median(run[unit.name][0] for run in runs),
+                    backward=statistics.median(run[unit.name][1] for run in runs),
+                )
+                for unit in counted
+            ]
+        found: Mapping[int, Profiles] | None = dict(timed) if 1 in timed else None  # else it is counted
         return Predictor(
-            self._model,
-            self.cluster(),
-            self._samples,
-            lambda num: loss_of_tokens((num, self._length)),
-            timed=timed or None,
+            self._model, cluster, self._samples, self._loss_of, tp_plan=self._tp_plan, timed=found
         )
+
+
+def choose_config(
+    world: Axis,
+    model: nn.Module,
+    source: SampleSource,
+    *,
+    bits: int,
+    tp_plan: Plan | None,
+    most: tuple[int, int],
+) -> Config:
+    """Return the config whose step is fastest on the ranks that are there; collective.
+
+    Args:
+        world: all ranks.
+        model: the model; it does not change.
+        source: the samples of the training.
+        bits: the bits of the states of its optimizer.
+        tp_plan: see `plan_division`.
+        most: tensor ranks and pipeline ranks, at most.
+
+    Raises:
+        ValueError: there is nothing to measure with; or no configuration fits.
+    """
+    is_known = source.training_data is not None or hasattr(model, "config")
+    if not is_known or sample_of(model, source, 1) is None:
+        raise ValueError(
+            "config='auto': expected training_data, whose samples are measured, or a causal language model "
+            "of transformers; `zeroshard plan` and a config need neither"
+        )
+    samples = SAMPLES_PER_RANK * world.size
+    ranks = Ranks(world, model, samples, lambda num: _loss_of(model, source, num), tp_plan)
+    tensor = [tp for tp in (1, 2, 4, 8) if tp <= most[0] and world.size % tp == 0]
+    for _ in range(_ROUNDS):
+        ranks.measure(tensor, _MEASURED)
+
+    def best() -> dict[str, Any]:
+        predictor = ranks.predictor()
+        return predictor.config(search(predictor, bits=(bits,), num_best=1, most=most).best[0].choice)
+
+    return Config.parse(on_first(world, "plan of config='auto'", best))
+
+
+def _loss_of(model: nn.Module, source: SampleSource, num: int) -> LossOf:
+    """Return the loss of some samples: the model's own, or the sum of its outputs."""
+    batch = sample_of(model, source, num)
+    assert batch is not None, "there are samples"
+    more = (
+        {} if source.training_data is not None else {"labels": batch.named["input_ids"], "use_cache": False}
+    )
+
+    def loss_of(runs: nn.Module) -> Tensor:
+        device = next(runs.parameters()).device
+        args, named = pytree.tree_map_only(
+            Tensor, lambda one: one.to(device), (batch.inputs, {**batch.named, **more})
+        )
+        output = runs(*args, **named)
+        own: Tensor | None = getattr(output, "loss", None)
+        if own is not None:
+            return own
+        return torch.stack([one.sum() for one in find_tensors(output)[0] if one.requires_grad]).sum()
+
+    return loss_of

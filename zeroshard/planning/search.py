@@ -49,11 +49,11 @@ class SearchResult(NamedTuple):
     """Configurations that exist, whether they fit or not."""
 
 
-def families(predictor: Predictor) -> Iterator[Choice]:
+def families(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
     """Yield configurations that stand for others with other tiers, recomputation, micro-batches and bits."""
     cluster = predictor.cluster
     for tp, pp in product(_POWERS, _POWERS):
-        if cluster.num_ranks % (tp * pp) or tp > min(8, cluster.ranks_per_node):
+        if cluster.num_ranks % (tp * pp) or tp > min(most_tp, cluster.ranks_per_node) or pp > most_pp:
             continue
         for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             try:
@@ -101,7 +101,7 @@ def _bounds(predictor: Predictor, family: Choice, samples: Sequence[int], bits: 
 
 
 def search(
-    predictor: Predictor, *, bits: Sequence[int] = BITS, num_best: int = 5, most_pp: int = 64
+    predictor: Predictor, *, bits: Sequence[int] = BITS, num_best: int = 5, most: tuple[int, int] = (8, 64)
 ) -> SearchResult:
     """Return the fastest configurations that fit.
 
@@ -109,21 +109,21 @@ def search(
         predictor: the model, the cluster and the samples of a step.
         bits: the bits of optimizer states to choose from.
         num_best: the number of configurations to return.
-        most_pp: pipeline ranks, at most.
+        most: tensor ranks and pipeline ranks, at most.
 
     Raises:
         ValueError: no configuration exists for these samples, or none fits; the text says what needs less.
     """
     entries: list[tuple[Choice, list[int], Any]] = []
-    for family in families(predictor):
+    for family in families(predictor, *most):
         each = {num: predictor.num_microbatches(replace(family, samples=num)) for num in SAMPLES}
-        data, most = predictor.cluster.num_ranks // (family.tp * family.pp), _MOST_MICROBATCHES
+        data = predictor.cluster.num_ranks // (family.tp * family.pp)
         samples = [
             num
             for num, steps in each.items()
-            if steps * num * data == predictor.samples and (family.pp == 1 or steps <= most)
+            if steps * num * data == predictor.samples and (family.pp == 1 or steps <= _MOST_MICROBATCHES)
         ]
-        if samples and family.pp <= most_pp:
+        if samples:
             entries.append((family, samples, _bounds(predictor, family, samples, bits)))
     flat = np.concatenate([[np.inf], *(bounds.ravel() for _, _, bounds in entries)])
     starts = 1 + np.cumsum([0, *(bounds.size for _, _, bounds in entries)])
@@ -148,16 +148,13 @@ def search(
     if not found:
         needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
         if least is not None:
-            needs = (
-                f"one that was tried takes {format_bytes(least.peak)}: take more ranks, or shorter samples"
-            )
+            needs = f"the least found is {format_bytes(least.peak)}: take more ranks, or shorter samples"
         raise ValueError(
-            f"{predictor.samples} samples on {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
+            f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
             f"configuration fits into {format_bytes(predictor.room)} of a device; {needs}"
         )
-    return SearchResult(
-        tuple(sorted(found.values(), key=lambda one: one.seconds)[:num_best]), int(np.isfinite(flat).sum())
-    )
+    best = sorted(found.values(), key=lambda one: one.seconds)[:num_best]
+    return SearchResult(tuple(best), int(np.isfinite(flat).sum()))
 
 
 def _fitting(predictor: Predictor, choice: Choice) -> Prediction | Estimate | None:
