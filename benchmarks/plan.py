@@ -31,6 +31,7 @@ from before import run_on_cpu
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.predict import Choice
+from zeroshard.planning.profile import Subject
 from zeroshard.planning.ranks import Ranks
 
 HEAD = 64
@@ -108,7 +109,8 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take turns; return a row for each configuration, and the summary; collective."""
     world = start_world(torch.device("cpu"), 600.0)
-    planner = Ranks(world, build(args), SAMPLES, lambda num: loss_of_tokens((num, args.length)))
+    subject = Subject(build(args), lambda num: loss_of_tokens((num, args.length)))
+    planner = Ranks(world, subject, SAMPLES)
     planner.measure((1, 2), (1,))  # the cut of a pipeline needs it
     configs = planner.predictor().config
     steps = {str(choice): engine_of(args, configs(choice)) for choice in CHOICES}

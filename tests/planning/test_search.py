@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +20,7 @@ from tests.planning import models
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Choice, Predictor
-from zeroshard.planning.profile import UnitProfile, profile_of
+from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
 from zeroshard.planning.search import BITS, RECOMPUTES, TIERS, draw, explain, families, search, table
 
 LENGTH = 64
@@ -41,7 +43,15 @@ def llama() -> nn.Module:
 
 
 def predictor(cluster: Cluster = FOUR, samples: int = 16, **given: Any) -> Predictor:
-    return Predictor(llama(), cluster, samples, lambda num: loss_of_tokens((num, LENGTH)), given)
+    return Predictor(Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)), given), cluster, samples)
+
+
+def profiles(seconds: Sequence[float], given: float = 4096) -> UnitProfiles:
+    """Units whose backwards take twice as long as their forwards; the root takes no time."""
+    forward = np.array([0.0, *seconds])
+    nothing, names = 0 * forward, ["", *(str(number) for number in range(len(seconds)))]
+    held = np.full(len(forward), given)
+    return UnitProfiles(names, forward, 2 * forward, held, held, nothing, nothing, 1e9 * forward)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +69,10 @@ def linears() -> nn.Module:
 
 def of_linears(cluster: Cluster, seconds: float) -> Predictor:
     """Three units; a forward of each takes so long, and its backward twice that."""
-    units = [UnitProfile("", 0.0, 0.0, 0, 0)]
-    units += [UnitProfile(str(number), seconds, 2 * seconds, 4096, 4096) for number in range(3)]
-    timed = {1: {1: units, 2: units}}
+    own = profiles([seconds] * 3)
     machine = replace(GPU, bandwidth=float("inf"))  # nothing but compute and exchanges takes time
     cluster = replace(cluster, machine=machine, latency=0.0)
-    return Predictor(linears(), cluster, 4, lambda _: _no_loss, timed=timed)
+    return Predictor(Subject(linears(), lambda _: _no_loss), cluster, 4, {1: {1: own, 2: own}})
 
 
 def _no_loss(model: nn.Module) -> torch.Tensor:
@@ -119,12 +127,10 @@ def test_ranks_that_share_their_cores_with_exchanges_wait_for_each_of_them() -> 
 
 def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
     """1F1B of equal chunks: (m + p - 1) times a forward and a backward, and the time of messages."""
-    units = [UnitProfile("", 0.0, 0.0, 0, 0)]
-    units += [UnitProfile(str(number), 1.0, 2.0, 4096, 0) for number in range(4)]
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     cluster = replace(FOUR, machine=replace(GPU, bandwidth=float("inf")), network=1e30, latency=0.0)
-    own = Predictor(model, cluster, 8, lambda _: _no_loss, timed={1: {1: units}})
+    own = Predictor(Subject(model, lambda _: _no_loss), cluster, 8, {1: {1: profiles([1.0] * 4, given=0)}})
     found = own(Choice(stage=0, pp=4))
     assert found.seconds == pytest.approx((8 + 4 - 1) * 3)
     assert found.bubble == pytest.approx(3 / 11)
@@ -132,12 +138,11 @@ def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
 
 
 def test_profiles_lie_on_lines_between_those_that_were_measured() -> None:
-    one, four = UnitProfile("a", 1.0, 2.0, 10, 4), UnitProfile("a", 4.0, 5.0, 40, 16)
-    [found] = profile_of({1: [one], 4: [four]}, 2)
-    assert (found.forward, found.backward, found.saved) == pytest.approx((2.0, 3.0, 20))
-    assert profile_of({1: [one], 4: [four]}, 7)[0].forward == pytest.approx(7.0)
-    assert profile_of({2: [one]}, 6)[0].backward == pytest.approx(6.0)
-    assert profile_of({1: [one], 4: [four]}, 4) == [four]
+    one, four = profiles([1.0]), profiles([4.0])
+    assert profile_of({1: one, 4: four}, 2).forward.tolist() == pytest.approx([0, 2])
+    assert profile_of({1: one, 4: four}, 7).backward.tolist() == pytest.approx([0, 14])
+    assert profile_of({1: one, 4: four}, 4).forward.tolist() == pytest.approx([0, 4])
+    assert profile_of({2: one}, 6).backward.tolist() == pytest.approx([0, 6])
 
 
 def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -> None:
@@ -154,7 +159,8 @@ def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -
     machine = replace(CLUSTERS["8xH100"].machine, flops=flops, bandwidth=4e12, device_bytes=141 << 30)
     cluster = replace(CLUSTERS["8xH100"], num_ranks=1, machine=machine)
     precision = {"param_dtype": "bf16", "main_dtype": "bf16"}
-    own = Predictor(model, cluster, 4, lambda num: loss_of_tokens((num, 2048)), {"precision": precision})
+    subject = Subject(model, lambda num: loss_of_tokens((num, 2048)), {"precision": precision})
+    own = Predictor(subject, cluster, 4)
     found = own(Choice(stage=3, samples=4, recompute="unit", bits=8))
     assert found.seconds == pytest.approx(measured["step_s"], rel=0.07)
     assert found.estimate.peak == pytest.approx(measured["device_peak"], rel=0.05)

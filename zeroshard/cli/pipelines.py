@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.hf.pretrained import build_skeleton, build_typical
-from zeroshard.memory.activations import loss_of_tokens
+from zeroshard.memory.activations import LossOf, loss_of_tokens
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.planning.machine import read_cluster
 from zeroshard.planning.predict import BITS, Predictor
+from zeroshard.planning.profile import Subject
 from zeroshard.planning.search import draw, explain, search, table
 from zeroshard.tables import LINE, render
 
@@ -68,13 +70,9 @@ def _plan_model(given: int | Path, options: PlanOptions) -> None:
         raise ValueError(f"--tokens: expected a multiple of --length {options.length}, got {options.tokens}")
     cluster = read_cluster(options.cluster, options.ranks)
     precision = options.precision or ("fp32" if cluster.shares_cores else "bf16")
-    predictor = Predictor(
-        build_typical(given) if isinstance(given, int) else build_skeleton(given),
-        cluster,
-        samples,
-        lambda num: loss_of_tokens((num, options.length)),
-        {"precision": precision},
-    )
+    model = build_typical(given) if isinstance(given, int) else build_skeleton(given)
+    loss_of = partial(_loss_of, options.length)
+    predictor = Predictor(Subject(model, loss_of, {"precision": precision}), cluster, samples)
     bits = BITS if options.optimizer_bits is None else (options.optimizer_bits,)
     found = search(predictor, bits=bits)
     best = found.best[0]
@@ -84,6 +82,10 @@ def _plan_model(given: int | Path, options: PlanOptions) -> None:
     options.out.write_text(config + "\n", encoding="utf-8")
     optimizer = "zeroshard.optim.AdamW8bit" if best.choice.bits == 8 else "torch.optim.AdamW"
     print(f"\nWrote {options.out}, a config for zeroshard.initialize with {optimizer}.")
+
+
+def _loss_of(length: int, samples: int) -> LossOf:
+    return loss_of_tokens((samples, length))
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:

@@ -124,8 +124,14 @@ def _disk_rates(folder: Path) -> dict[str, float]:
 class Cluster:
     """Machines of one kind, and what lies between their ranks.
 
+    - network, between: bytes per second that a rank sends to other ranks of its node, and to other nodes.
+    - latency: seconds of an exchange without its bytes.
+    - sums: bytes per second that a rank adds up after an exchange; 0 where the network's library does it.
+    - efficiency: the share of the operations per second of large products that layers of a model reach.
+    - is_measured: True if all of it was measured on the ranks that are there.
+
     Raises:
-        ValueError: fewer than 1 rank; several ranks without a network.
+        ValueError: several ranks without a network, or several nodes without one between them.
     """
 
     name: str
@@ -133,31 +139,20 @@ class Cluster:
     num_ranks: int
     ranks_per_node: int
     network: float = 0.0
-    """Bytes per second that a rank sends to the other ranks of its node."""
     between: float = 0.0
-    """Bytes per second that a rank sends to ranks of other nodes."""
     latency: float = 0.0
-    """Seconds of an exchange without its bytes."""
     sums: float = 0.0
-    """Bytes per second that a rank adds up after an exchange; 0 where the network's library does it."""
     efficiency: float = 1.0
-    """The share of the operations per second of large products that layers of a model reach."""
     is_measured: bool = False
-    """True if all of it was measured on the ranks that are there."""
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.ranks_per_node < 1:
-            raise ValueError(f"cluster {self.name!r}: expected at least 1 rank, got {self.num_ranks}")
-        if self.num_ranks > 1 and not self.network:
-            raise ValueError(
-                f"cluster {self.name!r}: expected the key network, bytes per second that a rank sends to the "
-                f"other {self.num_ranks - 1} of its node; a doctor of one process does not measure it"
-            )
-        if self.num_nodes > 1 and not self.between:
-            raise ValueError(
-                f"cluster {self.name!r}: expected the key between, bytes per second that a rank sends to "
-                f"other nodes, for {self.num_nodes} nodes"
-            )
+        rates = ("network", self.num_ranks, self.network), ("between", self.num_nodes, self.between)
+        for key, num, rate in rates:
+            if num > 1 and not rate:
+                raise ValueError(
+                    f"cluster {self.name!r}: expected the key {key}, bytes per second that a rank sends to "
+                    f"others, for {num} ranks or nodes: `zeroshard doctor` of one process does not measure it"
+                )
 
     @property
     def num_nodes(self) -> int:
@@ -169,51 +164,51 @@ class Cluster:
         """True for ranks on the CPU, whose exchanges take the time of compute."""
         return self.machine.device == "cpu"
 
-    def exchange(self, num_bytes: float, num_exchanges: float, span: int, *, adds: bool = False) -> float:
+    def exchange(self, num_bytes: Any, num_exchanges: Any, *, span: int, adds: bool = False) -> Any:
         """Return the seconds of exchanges.
 
         Args:
-            num_bytes: bytes that a rank sends in all of them.
+            num_bytes: bytes that a rank sends in all of them; numbers or arrays.
             num_exchanges: their number.
             span: neighbouring ranks over which a group extends.
             adds: True if what arrives is added up.
         """
         rate = self.network if span <= self.ranks_per_node else min(self.network, self.between)
-        seconds = num_exchanges * self.latency + (num_bytes / rate if num_bytes else 0.0)
-        return seconds + (num_bytes / self.sums if adds and self.sums else 0.0)
+        per_byte = 1 / max(rate, 1.0) + (1 / self.sums if adds and self.sums else 0.0)
+        return num_exchanges * self.latency + num_bytes * per_byte
 
 
-_GPU: dict[str, Any] = {
-    "num_devices": 8,
-    "bandwidth": 3.0e12,
-    "to_host": 5e10,
-    "from_host": 5e10,
-    "host_bytes": 2**41,
-}
-_H100 = Machine(device="H100", device_bytes=80 * 2**30, flops={"float32": 4.5e13, "bfloat16": 7.0e14}, **_GPU)
-_4090 = Machine(
-    device="RTX 4090",
-    device_bytes=24 * 2**30,
-    flops={"float32": 7.0e13, "bfloat16": 1.55e14},
-    **{**_GPU, "bandwidth": 9e11, "to_host": 2.5e10, "from_host": 2.5e10, "host_bytes": 2**39},
-)
-_CPU = Machine(
-    device="cpu",
-    num_devices=1,
-    device_bytes=8 * 2**30,
-    host_bytes=8 * 2**30,
-    flops={"float32": 1.2e11, "bfloat16": 1.2e11},
-    bandwidth=1.2e10,
-)
-_NVLINK: dict[str, Any] = {"ranks_per_node": 8, "network": 3.5e11, "latency": 2e-5, "efficiency": 0.8}
+def _gpu(name: str, memory: int, flops: float, bandwidth: float, link: float) -> Machine:
+    return Machine(
+        device=name,
+        num_devices=8,
+        device_bytes=memory << 30,
+        host_bytes=1 << 40,
+        flops={"float32": flops / 8, "bfloat16": flops},
+        bandwidth=bandwidth,
+        to_host=link,
+        from_host=link,
+    )
+
+
+_H100 = _gpu("H100", 80, 7e14, 3e12, 5e10)
+_4090 = _gpu("RTX 4090", 24, 1.5e14, 9e11, 2.5e10)
+_CPU = replace(_gpu("cpu", 8, 9.6e11, 1.2e10, 0.0), num_devices=1, to_host=None, from_host=None)
+_NODE: dict[str, Any] = {"ranks_per_node": 8, "latency": 2e-5, "efficiency": 0.8}
 CLUSTERS: Mapping[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        Cluster(name="8xH100", machine=_H100, num_ranks=8, **_NVLINK),
-        Cluster(name="64xH100", machine=_H100, num_ranks=64, between=4.5e10, **_NVLINK),
-        Cluster(name="8x4090", machine=_4090, num_ranks=8, **{**_NVLINK, "network": 1.2e10}),
+        Cluster(name="8xH100", machine=_H100, num_ranks=8, network=3.5e11, **_NODE),
+        Cluster(name="64xH100", machine=_H100, num_ranks=64, network=3.5e11, between=4.5e10, **_NODE),
+        Cluster(name="8x4090", machine=_4090, num_ranks=8, network=1.2e10, **_NODE),
         Cluster(
-            name="2xCPU", machine=_CPU, num_ranks=2, ranks_per_node=2, network=2e9, latency=3e-4, sums=4e9
+            name="2xCPU",
+            machine=_CPU,
+            num_ranks=2,
+            ranks_per_node=2,
+            network=1.5e9,
+            latency=6e-4,
+            sums=1.5e9,
         ),
     )
 }

@@ -16,15 +16,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
 
 from zeroshard.assemble import specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.budget import SHARE
-from zeroshard.memory.activations import DryRun, LossOf, without_memory
+from zeroshard.memory.activations import DryRun, without_memory
 from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank, setting_of
 from zeroshard.memory.tiered import States, bytes_sent
 from zeroshard.parallel.pipeline.actions import Schedule, loop
@@ -34,13 +35,12 @@ from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.buffers import Setting, UnitPlan, plan_units
+from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.placement import DP_SHARD, SUMMANDS
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.planning.machine import Cluster
-from zeroshard.planning.profile import Profiles, count_units, profile_of
+from zeroshard.planning.profile import Profiles, Subject, count_units, profile_of
 
 COMPUTE, NETWORK, LINK = "compute", "network", "link"
 """The resources of a rank."""
@@ -87,27 +87,27 @@ class Choice:
 
 
 class Span(NamedTuple):
-    """Something that a resource does."""
+    """Something that a row, a resource or a pipeline rank, does."""
 
     row: str
-    """A resource, or a pipeline rank."""
     label: str
     start: float
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A step of a configuration."""
+class Prediction(NamedTuple):
+    """A step of a configuration.
+
+    - busy: the seconds in which each resource is busy, on the rank that takes longest.
+    - bubble: the share of the time in which pipeline ranks wait.
+    """
 
     choice: Choice
     seconds: float
     busy: dict[str, float]
-    """The seconds in which each resource is busy, on the rank that takes longest."""
     spans: tuple[Span, ...]
     estimate: Estimate
     bubble: float = 0.0
-    """The share of the time in which pipeline ranks wait."""
 
     @property
     def bound(self) -> str:
@@ -115,20 +115,31 @@ class Prediction:
         return max(self.busy, key=lambda name: self.busy[name])
 
 
-class _Times(NamedTuple):
-    """The seconds of a unit on each resource."""
+class Times(NamedTuple):
+    """The seconds of all units on each resource, the root first.
 
-    forward: float
-    backward: float
-    gather: float
-    regather: float
-    reduce: float
-    link: float
-    """Parameters that come to the device for a forward or a backward."""
-    states: float
-    """States and main parameters to the device and back, once a step."""
-    step: float
-    is_resident: bool
+    - link: parameters that come to the device for a forward or a backward.
+    - states: states and main parameters to the device and back, once a step.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    gather: Sequence[float]
+    regather: Sequence[float]
+    reduce: Sequence[float]
+    link: Sequence[float]
+    states: Sequence[float]
+    step: Sequence[float]
+
+
+class _Planned(NamedTuple):
+    """The plans of all units of a whole model; `sent` has a column [units] for each number of `_sent`."""
+
+    config: Config
+    setting: Setting
+    units: list[UnitPlan]
+    sent: Any
+    is_resident: Sequence[bool]
 
 
 class _Line:
@@ -156,68 +167,61 @@ class _Line:
         self.spans.append(Span(row, label, start, self.ends[row]))
         return self.ends[row]
 
-    def forward(self, units: Sequence[_Times], *, is_first: bool) -> None:
-        """Add a forward; the first one of a step gathers what stays gathered."""
+    def forward(self, own: Times, order: Sequence[int], stay: Sequence[bool], *, is_first: bool) -> None:
+        """Add a forward of some units; the first one of a step gathers those that stay gathered."""
         begin = before = self.ends[COMPUTE]
-        for unit in units:
-            ready = self.add(LINK, "L", before, unit.link)
-            seconds = unit.gather if is_first or not unit.is_resident else 0.0
-            ready = self.add(NETWORK, "G", begin if unit.is_resident else ready, seconds)
+        for unit in order:
+            ready = self.add(LINK, "L", before, own.link[unit])
+            seconds = own.gather[unit] if is_first or not stay[unit] else 0.0
+            ready = self.add(NETWORK, "G", begin if stay[unit] else ready, seconds)
             before = max(ready, self.ends[COMPUTE])  # the next gather is issued as this forward begins
-            self.add(COMPUTE, "F", ready, unit.forward)
+            self.add(COMPUTE, "F", ready, own.forward[unit])
 
-    def backward(self, units: Sequence[_Times], *, reduces: bool) -> float:
+    def backward(self, own: Times, order: Sequence[int], *, reduces: bool) -> float:
         """Add a backward; return the time at which the last gradient is reduced."""
-        *others, last = units
-        ready = end = self._gather_again(last, self.ends[COMPUTE])
-        for unit, following in zip((last, *reversed(others)), (*reversed(others), None), strict=True):
+
+        def gather(unit: int, ready: float) -> float:
+            ready = self.add(LINK, "L", ready, own.link[unit] if own.regather[unit] else 0.0)
+            return self.add(NETWORK, "G", ready, own.regather[unit])
+
+        first, *others = reversed(order)
+        ready = end = gather(first, self.ends[COMPUTE])
+        for unit, following in zip((first, *others), (*others, -1), strict=True):
             start = max(ready, self.ends[COMPUTE])
-            end = self.add(COMPUTE, "B", ready, unit.backward)
-            ready = self._gather_again(following, start) if following is not None else ready
-            end = self.add(NETWORK, "R", end, unit.reduce if reduces else 0.0)
+            end = self.add(COMPUTE, "B", ready, own.backward[unit])
+            ready = gather(following, start) if following >= 0 else ready
+            end = self.add(NETWORK, "R", end, own.reduce[unit] if reduces else 0.0)
         return end
 
-    def _gather_again(self, unit: _Times, ready: float) -> float:
-        ready = self.add(LINK, "L", ready, unit.link if unit.regather else 0.0)
-        return self.add(NETWORK, "G", ready, unit.regather)
-
-    def step(self, units: Sequence[_Times], ready: float) -> None:
-        """Add the step of all units."""
-        for unit in reversed(units):
-            self.add(COMPUTE, "s", self.add(LINK, "S", ready, unit.states), unit.step)
+    def step(self, own: Times, order: Sequence[int], ready: float) -> None:
+        """Add the step of some units."""
+        for unit in reversed(order):
+            self.add(COMPUTE, "s", self.add(LINK, "S", ready, own.states[unit]), own.step[unit])
 
 
 class Predictor:
     """Predicts the steps of one model on one cluster, with the pieces that configurations share.
 
     Args:
-        model: the model, on the meta device if need be.
+        subject: the model.
         cluster: the cluster.
         samples: the samples of a step, of all ranks together.
-        loss_of: (samples) -> the function that computes the loss of a micro-batch of so many.
-        given: settings that all configurations have, such as precision.
-        tp_plan: see `plan_division`.
         timed: the profiles by tensor ranks, if they were measured; None counts.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        cluster: Cluster,
-        samples: int,
-        loss_of: Callable[[int], LossOf],
-        given: Mapping[str, Any] | None = None,
-        *,
-        tp_plan: Plan | None = None,
-        timed: Mapping[int, Profiles] | None = None,
+        self, subject: Subject, cluster: Cluster, samples: int, timed: Mapping[int, Profiles] | None = None
     ) -> None:
-        self.model, self.cluster, self.samples, self.given = model, cluster, samples, given or {}
-        self.loss_of, self.tp_plan, self.on_cpu = loss_of, tp_plan, cluster.shares_cores
-        self.profiles = functools.cache(self._profiles) if timed is None else timed.__getitem__
+        self.subject, self.cluster, self.samples = subject, cluster, samples
+        self.on_cpu = cluster.shares_cores
+        count: Callable[[int], Profiles] = lambda tp: {1: count_units(subject, tp, 1, cluster)}  # noqa: E731
+        self.profiles = functools.cache(count) if timed is None else timed.__getitem__
         self.profile = functools.cache(lambda tp, num: profile_of(self.profiles(tp), num))
         self.cut, self.specs = functools.cache(self._cut), functools.cache(self._specs)
         self._plans, self._states = functools.cache(self._planned), functools.cache(self._estimated)
-        self._counted = functools.cache(lambda num: Counted(model, loss_of=loss_of(num), tp_plan=tp_plan))
+        self._counted = functools.cache(
+            lambda num: Counted(subject.model, loss_of=subject.loss_of(num), tp_plan=subject.tp_plan)
+        )
         self.usage, self._held = functools.cache(self._usage), functools.cache(self._held_in_pipeline)
 
     # -- what configurations share --------------------------------------------------------------------
@@ -225,21 +229,14 @@ class Predictor:
     @functools.cached_property
     def outline(self) -> Outline:
         """The order in which a pipeline cuts the model. Raises ValueError if none can."""
-        chunked = Chunked(without_memory(self.model))
+        chunked = Chunked(without_memory(self.subject.model))
         require_handed_on(chunked, torch.device("cpu"))
         return chunked.outline
 
-    def setting(self, tp: int, recompute: str = "none") -> tuple[Config, Setting]:
-        """Return the config and the setting of tensor ranks alone."""
-        config = Config.parse({**self.given, "mesh": {"tp": tp}, "recompute": recompute})
-        return config, setting_of(config, tp, host_computes=self.on_cpu)
-
     def _specs(self, tp: int) -> Sequence[UnitSpec]:
-        specs = specify_units(self.model, Config.parse(self.given))
-        return plan_division(self.model, specs, self.tp_plan, tp).specs
-
-    def _profiles(self, tp: int) -> Profiles:
-        return {1: count_units(self.model, *self.setting(tp), self.loss_of(1), self.cluster, self.tp_plan)}
+        model = self.subject.model
+        specs = specify_units(model, Config.parse(self.subject.given))
+        return plan_division(model, specs, self.subject.tp_plan, tp).specs
 
     def num_microbatches(self, choice: Choice) -> int:
         """Return the micro-batches of a rank in a step."""
@@ -263,24 +260,30 @@ class Predictor:
         if "nvme" in choice.tiers:
             offload["nvme_path"] = "."
         mesh = {"pp": choice.pp, "tp": choice.tp}
-        return {**self.given, "stage": choice.stage, "mesh": mesh, "offload": offload}
+        return {**self.subject.given, "stage": choice.stage, "mesh": mesh, "offload": offload}
 
     @property
     def room(self) -> int:
         """The bytes of a device that a plan may use."""
         return int(SHARE * self.cluster.machine.device_bytes)
 
-    def plan(self, choice: Choice) -> tuple[Config, Setting, list[UnitPlan]]:
-        """Return the plans of the units of a configuration, with the config and the setting of them."""
+    def plan(self, choice: Choice) -> _Planned:
+        """Return the plans of the units of a configuration."""
         shared = Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
         return self._plans(shared, self.num_microbatches(choice) > 1)
 
-    def _planned(self, choice: Choice, accumulates: bool) -> tuple[Config, Setting, list[UnitPlan]]:
+    def _planned(self, choice: Choice, accumulates: bool) -> _Planned:
         num = {"num_microbatches" if choice.pp > 1 else "gradient_accumulation_steps": 1 + accumulates}
         own = {"pipeline": num} if choice.pp > 1 else num
         config = Config.parse(self._config_of_states(choice) | own)
         setting = setting_of(config, self.cluster.num_ranks, host_computes=self.on_cpu)
-        return config, setting, plan_units(self.specs(choice.tp), setting)
+        units, sent = plan_units(self.specs(choice.tp), setting), []
+        for number, unit in enumerate(units):
+            ends, is_root = number == len(units) - 1, number == 0
+            is_kept = unit.is_kept(setting.placements, is_root=is_root, ends_forward=ends)
+            parts = [_sent(buffer, setting, is_kept) for buffer in unit.buffers]
+            sent.append(np.sum([_NOTHING, *parts], 0))
+        return _Planned(config, setting, units, np.array(sent).T, [unit.is_resident for unit in units])
 
     def _cut(self, num_chunks: int) -> tuple[list[list[int]], Sequence[range]]:
         """Return the numbers of the units of each chunk, and its blocks; the root is in the last one.
@@ -289,16 +292,16 @@ class Predictor:
             ValueError: the model cannot be cut, or has too few blocks.
         """
         profile = self.profile(1, 1)
-        rest = [*range(1, len(profile)), 0]
+        rest = [*range(1, len(profile.names)), 0]
         if num_chunks == 1:
             return [rest], ()
         last = len(self.outline.blocks) - 1
         names = {name: at for at in range(last + 1) for name in self.outline.chunk(range(at, at + 1))}
         places, times = [], [0] * (last + 1)
-        for unit in profile:
-            around = (at for name, at in names.items() if f"{unit.name}.".startswith(f"{name}."))
+        for unit, products in zip(profile.names, profile.products, strict=True):
+            around = (at for name, at in names.items() if f"{unit}.".startswith(f"{name}."))
             places.append(next(around, last))
-            times[places[-1]] += int(unit.products or 1e9 * (unit.forward + unit.backward))
+            times[places[-1]] += int(products)
         runs = partition([BlockProfile(time=max(1, time)) for time in times], num_chunks)
         return [[number for number in rest if places[number] in run] for run in runs], runs
 
@@ -309,7 +312,7 @@ class Predictor:
         if samples > 2:
             one, two = (self.usage(tp, recompute, number) for number in (1, 2))
             return one + (two - one) * (samples - 1)
-        return self._counted(samples).usage(*self.setting(tp, recompute)).peak
+        return self._counted(samples).usage(*self.subject.setting(tp, self.on_cpu, recompute)).peak
 
     def activations(self, choice: Choice) -> tuple[int, ...]:
         """Return the most bytes of activations on each pipeline rank."""
@@ -322,11 +325,10 @@ class Predictor:
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
         profile, (runs, _) = self.profile(choice.tp, choice.samples), self.cut(choice.pp * choice.chunks)
-        saved = [[int(profile[number].saved) for number in run] for run in runs]
-        schedule = self.schedule(choice)
+        schedule, saved = self.schedule(choice), [[int(profile.saved[n]) for n in run] for run in runs]
         if choice.recompute == "none":
             return count_activations(schedule, list(map(sum, saved))).per_rank
-        given = [sum(int(profile[n].given if n else profile[n].saved) for n in run) for run in runs]
+        given = [sum(int((profile.given if n else profile.saved)[n]) for n in run) for run in runs]
         counts = count_activations(schedule, given).per_rank
         again = (max(max(saved[chunk]) for chunk in own) for own in schedule.chunks)
         return tuple(map(sum, zip(counts, again, strict=True)))
@@ -341,13 +343,12 @@ class Predictor:
         return self._states(shared, self.num_microbatches(choice) > 1)
 
     def _estimated(self, choice: Choice, accumulates: bool) -> list[Estimate]:
-        config, setting, units = self._plans(
-            Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers), accumulates
-        )
+        shared = Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
+        config, setting, units, *_ = self._plans(shared, accumulates)
         found, (runs, _) = [], self.cut(choice.pp * choice.chunks)
         for rank in range(choice.pp):
-            placed = [rank == place for place in placement(choice)]
-            own = sorted({0}.union(*(run for run, is_own in zip(runs, placed, strict=True) if is_own)))
+            placed = zip(runs, placement(choice), strict=True)
+            own = sorted({0}.union(*(run for run, place in placed if place == rank)))
             part = [units[number] for number in own], 0
             found.append(estimate_of_rank(part, setting, config, States(bits=choice.bits), DryRun()))
         return found
@@ -364,23 +365,31 @@ class Predictor:
 
     # -- seconds ----------------------------------------------------------------------------------------
 
-    def compute(self, choice: Choice) -> list[tuple[float, float]]:
+    def compute(self, choice: Choice) -> tuple[Any, Any]:
         """Return the seconds of forward and backward of all units, with the exchanges of tensor ranks."""
-        profile, tensor = self.profile(choice.tp, choice.samples), [0.0] * len(self.profile(choice.tp, 1))
-        if choice.tp > 1:
-            tensor = [self.cluster.exchange(u.sent, u.calls, choice.tp, adds=True) for u in profile]
-        return [(u.forward + t, u.backward + t) for u, t in zip(profile, tensor, strict=True)]
+        own, cluster = self.profile(choice.tp, choice.samples), self.cluster
+        tensor = cluster.exchange(own.sent, own.calls, span=choice.tp, adds=True) if choice.tp > 1 else 0.0
+        return own.forward + tensor, own.backward + tensor
 
-    def times(self, choice: Choice) -> list[_Times]:
-        """Return the seconds of all units, in the order of the plans."""
-        _, setting, units = self.plan(choice)
-        again, found = self._recomputed(choice), []
-        for number, (unit, (forward, backward)) in enumerate(zip(units, self.compute(choice), strict=True)):
-            is_last = number == len(units) - 1
-            is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=is_last)
-            backward += again * forward if number else 0.0
-            found.append(self._of_unit(unit, (forward, backward), choice, setting, is_kept))
-        return found
+    def times(self, choice: Choice) -> Times:
+        """Return the seconds of all units."""
+        (forward, backward), cluster, machine = self.compute(choice), self.cluster, self.cluster.machine
+        plan, again = self.plan(choice), np.full(len(forward), self._recomputed(choice))
+        again[0] = 0.0  # the root is not computed again
+        *exchanged, link, travelling, main_travelling, owned, main, packed = plan.sent
+        span, width = choice.tp * plan.setting.sizes[DP_SHARD], choice.bits / 4  # bytes of both states
+        rates = [machine.to_host, machine.from_host]
+        rates += [machine.disk_read, machine.disk_write] if "nvme" in choice.tiers else []
+        rate = min([rate for rate in rates if rate], default=machine.bandwidth)
+        columns = (
+            forward,
+            backward + again * forward + packed / machine.bandwidth,
+            *(cluster.exchange(*exchanged[at : at + 2], span=span, adds=at == 4) for at in (0, 2, 4)),
+            link / rate,
+            (width * travelling + main_travelling) / rate,
+            (2 * width * owned + 3 * main) / machine.bandwidth,
+        )
+        return Times(*(column.tolist() for column in columns))
 
     def _recomputed(self, choice: Choice) -> float:
         """Return the share of the units that recompute."""
@@ -390,102 +399,76 @@ class Predictor:
         missing = kept - (self.room - self.states(choice)[0].peak)
         return min(1.0, max(0.0, missing / max(1, kept - least)))
 
-    def _of_unit(
-        self,
-        unit: UnitPlan,
-        seconds: tuple[float, float],
-        choice: Choice,
-        setting: Setting,
-        is_kept: bool,
-    ) -> _Times:
-        cluster, machine, bandwidth = self.cluster, self.cluster.machine, self.cluster.machine.bandwidth
-        gather = regather = reduce = link = states = moved = stepped = 0.0
-        span, sizes = choice.tp * setting.sizes[DP_SHARD], setting.sizes
-        for buffer in unit.buffers:
-            total, item = buffer.layout.total, buffer.compute_dtype.itemsize
-            wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
-            paths = buffer.gathers, () if is_kept else buffer.regathers
-            one, again = (
-                cluster.exchange(bytes_sent(path, total, sizes, item), len(path), span) for path in paths
-            )
-            gather, regather = gather + one, regather + again
-            num_bytes, num = bytes_sent(buffer.reductions, total, sizes, *wire), len(buffer.reductions)
-            reduce += cluster.exchange(num_bytes, num, span, adds=True)
-            if not buffer.is_resident and (buffer.copy_tier or buffer.main_tier) is not Tier.DEVICE:
-                link += buffer.main_size * item
-            if buffer.trainable:
-                own, main = (
-                    2 * buffer.main_size * choice.bits / 8,
-                    buffer.main_size * buffer.main_dtype.itemsize,
-                )
-                states += own * buffer.travels + main * (buffer.main_tier is not Tier.DEVICE)
-                stepped += 2 * own + 3 * main
-                moved += total * (item + wire[0])
-        rates = [machine.to_host, machine.from_host]
-        rates += [machine.disk_read, machine.disk_write] if "nvme" in choice.tiers else []
-        rate = min([rate for rate in rates if rate], default=bandwidth)
-        return _Times(
-            forward=seconds[0],
-            backward=seconds[1] + moved / bandwidth,
-            gather=gather,
-            regather=regather,
-            reduce=reduce,
-            link=link / rate,
-            states=states / rate,
-            step=stepped / bandwidth,
-            is_resident=unit.is_resident,
-        )
-
     def __call__(self, choice: Choice) -> Prediction:
         """Predict a step. Raises ValueError if the configuration does not exist."""
         return self._pipelined(choice) if choice.pp > 1 else self._alone(choice)
 
     def _alone(self, choice: Choice) -> Prediction:
-        root, *others = self.times(choice)
-        units, num, line = [*others, root], self.num_microbatches(choice), _Line(self.on_cpu)
-        each = self.plan(choice)[1].placements.gradient != SUMMANDS
-        reduced = 0.0
+        own, num, line = self.times(choice), self.num_microbatches(choice), _Line(self.on_cpu)
+        (order,), plan = self.cut(1)[0], self.plan(choice)
+        each, reduced = plan.setting.placements.gradient != SUMMANDS, 0.0
         for number in range(min(num, 3)):
             start, busy = line.end, dict(line.busy)
-            line.forward(units, is_first=number == 0)
-            reduced = line.backward(units, reduces=each or number == min(num, 3) - 1)
+            line.forward(own, order, plan.is_resident, is_first=number == 0)
+            reduced = line.backward(own, order, reduces=each or number == min(num, 3) - 1)
             if number == 1 and num > 3:  # the micro-batches in the middle are alike
                 more = (num - 3) * (line.end - start)
                 line.ends = {row: end + more for row, end in line.ends.items()}
                 line.busy = {row: one + (num - 3) * (one - busy[row]) for row, one in line.busy.items()}
-        line.step(units, reduced)
+        line.step(own, order, reduced)
         return Prediction(choice, line.end, line.busy, tuple(line.spans), self.bytes(choice))
 
     def _pipelined(self, choice: Choice) -> Prediction:
-        times, schedule, cluster = self.times(choice), self.schedule(choice), self.cluster
-        num, span = self.num_microbatches(choice), cluster.num_ranks // choice.pp + 1
+        own, schedule, stay = self.times(choice), self.schedule(choice), self.plan(choice).is_resident
+        num, span = self.num_microbatches(choice), self.cluster.num_ranks // choice.pp + 1
+        given = self.profile(choice.tp, choice.samples).given
         costs, tails = [], [0.0] * choice.pp
         busy = [dict.fromkeys((COMPUTE, NETWORK, LINK), 0.0) for _ in range(choice.pp)]
         for rank, run in zip(schedule.placement, self.cut(choice.pp * choice.chunks)[0], strict=True):
-            units, line, end = [times[number] for number in run], _Line(self.on_cpu), _Line(self.on_cpu)
-            line.forward(units, is_first=False)
+            line, end = _Line(self.on_cpu), _Line(self.on_cpu)
+            line.forward(own, run, stay, is_first=False)
             forward = line.end
-            line.backward(units, reduces=False)
+            line.backward(own, run, reduces=False)
             half = (line.end - forward) / 2
-            given = max(self.profile(choice.tp, choice.samples)[number].given for number in run)
-            transfer = cluster.exchange(given, 1, span)
+            transfer = self.cluster.exchange(max(given[run]), 1, span=span)
             costs.append(
                 ActionCosts(forward=forward, backward_input=half, backward_weight=half, transfer=transfer)
             )
-            sent = sum(unit.reduce + unit.is_resident * unit.gather for unit in units)
-            end.step(units, end.add(NETWORK, "R", 0.0, sent))
+            sent = sum(own.reduce[unit] + stay[unit] * own.gather[unit] for unit in run)
+            end.step(own, run, end.add(NETWORK, "R", 0.0, sent))
             # On an accelerator gradients are reduced while the last micro-batch goes back.
             tails[rank] += max(end.busy[COMPUTE], end.end - (0.0 if self.on_cpu else 2 * half))
             for row in busy[rank]:
                 busy[rank][row] += num * line.busy[row] + end.busy[row]
-        found = _simulated(schedule, tuple(costs))
-        spans = []
-        for rank, (own, tail) in enumerate(zip(found.spans, tails, strict=True)):
-            spans += [Span(f"rank {rank}", str(one.action), one.start, one.end) for one in own]
-            spans += [Span(f"rank {rank}", "step", own[-1].end, own[-1].end + tail)] if tail else []
-        most = max(busy, key=lambda own: max(own.values()))
-        seconds = max(span.end for span in spans)
+        found, spans = _simulated(schedule, tuple(costs)), list[Span]()
+        for rank, (actions, tail) in enumerate(zip(found.spans, tails, strict=True)):
+            spans += [Span(f"rank {rank}", str(one.action), one.start, one.end) for one in actions]
+            spans += [Span(f"rank {rank}", "step", spans[-1].end, spans[-1].end + tail)] if tail else []
+        most, seconds = max(busy, key=lambda one: max(one.values())), max(span.end for span in spans)
         return Prediction(choice, seconds, most, tuple(spans), self.bytes(choice), found.bubble_share)
+
+
+_NOTHING = (0.0,) * 12
+
+
+def _sent(buffer: BufferPlan, setting: Setting, is_kept: bool) -> tuple[float, ...]:
+    """Return what a buffer exchanges, moves and steps.
+
+    Returns:
+        Bytes and number of exchanges of a gather, of a gather in the backward, and of a reduction; bytes of
+        parameters that come from the host; elements whose states travel, bytes of main parameters that do;
+        elements that are stepped, and their bytes; bytes of gradients, as autograd gives them and as they are
+        exchanged.
+    """
+    total, item, sizes = buffer.layout.total, buffer.compute_dtype.itemsize, setting.sizes
+    wire, regathers = (buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize), buffer.regathers
+    is_far = not buffer.is_resident and (buffer.copy_tier or buffer.main_tier) is not Tier.DEVICE
+    owned = buffer.main_size * buffer.trainable
+    gathers = [(buffer.gathers, (item,)), (() if is_kept else regathers, (item,)), (buffer.reductions, wire)]
+    paths = ((bytes_sent(path, total, sizes, *items), len(path)) for path, items in gathers)
+    main, packed = owned * buffer.main_dtype.itemsize, total * (item + wire[0]) * buffer.trainable
+    travels = owned * buffer.travels, main * (buffer.main_tier is not Tier.DEVICE)
+    return *chain.from_iterable(paths), buffer.main_size * item * is_far, *travels, owned, main, packed
 
 
 def placement(choice: Choice) -> Sequence[int]:

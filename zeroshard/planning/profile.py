@@ -8,7 +8,6 @@ runs with memory, and its units are timed; alike units count as one, by the medi
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from zeroshard.config.sections import Config
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import FusedAttention, LiveBytes, LossOf, prepared
+from zeroshard.memory.estimate import setting_of
 from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
@@ -30,49 +30,58 @@ from zeroshard.plan.units import UnitSpec
 from zeroshard.planning.machine import Cluster
 
 
-class UnitProfile(NamedTuple):
-    """A unit in one micro-batch, on one tensor rank."""
+class Subject(NamedTuple):
+    """A model to plan.
 
-    name: str
-    forward: float
-    """Seconds of its forward, without exchanges."""
-    backward: float
-    """Seconds of its backward."""
-    saved: float
-    """Bytes that its backward needs."""
-    given: float
-    """Bytes of its inputs."""
-    sent: float = 0.0
-    """Bytes that it sends to the other tensor ranks in a forward, and as many in a backward."""
-    calls: float = 0.0
-    """The exchanges of a forward with them."""
-    products: float = 0.0
-    """Operations of its forward, by which pipelines are cut."""
-
-
-Profiles = Mapping[int, Sequence[UnitProfile]]
-"""The units of a model, the root first, by the samples of a micro-batch."""
-
-
-def profile_of(profiles: Profiles, samples: int) -> list[UnitProfile]:
-    """Return the profile for a number of samples, from the numbers that are there: on a line between two.
-
-    A single one is multiplied.
+    - model: it does not change, and may be on the meta device.
+    - loss_of: (samples) -> the function that computes the loss of a micro-batch of so many.
+    - given: settings that all configurations have, such as precision.
+    - tp_plan: see `plan_division`.
     """
+
+    model: nn.Module
+    loss_of: Callable[[int], LossOf]
+    given: Mapping[str, Any] = {}
+    tp_plan: Plan | None = None
+
+    def setting(self, tp: int, on_cpu: bool, recompute: str = "none") -> tuple[Config, Setting]:
+        """Return the config and the setting of tensor ranks alone."""
+        config = Config.parse({**self.given, "mesh": {"tp": tp}, "recompute": recompute})
+        return config, setting_of(config, tp, host_computes=on_cpu)
+
+
+class UnitProfiles(NamedTuple):
+    """The units of a model in one micro-batch, on one tensor rank, the root first; arrays [units].
+
+    - forward, backward: seconds, without exchanges.
+    - saved, given: bytes that the backward needs, and of the inputs.
+    - sent, calls: bytes sent to the other tensor ranks in a forward, and exchanges; a backward has as many.
+    - products: operations of a forward, by which pipelines are cut.
+    """
+
+    names: Sequence[str]
+    forward: Any
+    backward: Any
+    saved: Any
+    given: Any
+    sent: Any
+    calls: Any
+    products: Any
+
+
+Profiles = Mapping[int, UnitProfiles]
+"""The profile of a model by the samples of a micro-batch."""
+
+
+def profile_of(profiles: Profiles, samples: int) -> UnitProfiles:
+    """Return the profile for a number of samples, on a line between two that are there, or through 0."""
     known = sorted(profiles)
-    if len(known) == 1:
-        return [_mixed(unit, unit, samples / known[0] - 1, 0) for unit in profiles[known[0]]]
-    at = min(max(1, int(np.searchsorted(known, samples))), len(known) - 1)
-    low, high = known[at - 1], known[at]
-    share = (samples - low) / (high - low)
-    return [_mixed(a, b, share, share) for a, b in zip(profiles[low], profiles[high], strict=True)]
-
-
-def _mixed(one: UnitProfile, other: UnitProfile, more: float, less: float) -> UnitProfile:
-    """Return the sum of `other` times `more` and of `one` times the rest, 1 - `less`."""
-    numbers = (max(0.0, a * (1 - less) + b * more) for a, b in zip(one[1:-1], other[1:-1], strict=True))
-    values: dict[str, Any] = dict(zip(UnitProfile._fields[1:-1], numbers, strict=True))
-    return one._replace(**values | {"calls": one.calls})
+    at = min(max(len(known) > 1, int(np.searchsorted(known, samples))), len(known) - 1)
+    high, less = profiles[known[at]], known[at - 1] if at else 0
+    low = profiles[less] if at else UnitProfiles(high.names, *(0 * one for one in high[1:]))
+    share = (samples - less) / (known[at] - less)
+    values = (np.maximum(0, a + (b - a) * share) for a, b in zip(low[1:], high[1:], strict=True))
+    return UnitProfiles(high.names, *values)._replace(calls=high.calls)
 
 
 class _Work(LiveBytes):
@@ -112,69 +121,56 @@ class _Trace:
     def __init__(self, specs: Sequence[UnitSpec], read: Callable[[], Any]) -> None:
         self._read, self._names = read, [spec.name for spec in specs]
         self.given = dict.fromkeys(self._names, 0)
-        self.restart()
         for spec in specs[1:]:
             spec.module.register_forward_pre_hook(partial(self._enter, spec.name), with_kwargs=True)
             spec.module.register_forward_hook(self._leave)
 
-    def restart(self) -> None:
-        """Begin with a forward of the root."""
+    def run(self, loss_of: Callable[[], Tensor]) -> None:
+        """Run a forward and a backward; `both` then has what has happened in each, by unit."""
         self._last = self._read()
         self.both = [{name: np.zeros(len(self._last)) for name in self._names} for _ in range(2)]
-        """What has happened in the forward, and in the backward, by unit."""
         self._into, self._within = self.both[0], self._names[:1]
+        loss = loss_of()
+        self._note()
+        self._into = self.both[1]
+        loss.backward()
+        self._note()
 
-    def note(self) -> None:
-        """Give what has happened to the unit under way."""
+    def _note(self) -> None:
         now = self._read()
         self._into[self._within[-1]] += now - self._last
         self._last = now
 
-    def begin_backward(self) -> None:
-        """End the forward; the backward of the root begins."""
-        self.note()
-        self._into = self.both[1]
-
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.note()
+        self._note()
         self._within.append(name)
         inputs = (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor))
         self.given[name] = sum(one.nbytes for one in inputs if one.requires_grad)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.note()
+        self._note()
         name = self._within.pop()
         for one in find_tensors(output)[0]:
             if one.requires_grad:
                 one.register_hook(partial(self._begin_backward_of, name))
 
     def _begin_backward_of(self, name: str, gradient: Tensor) -> None:
-        self.note()
+        self._note()
         self._within[-1] = name
 
 
-def count_units(
-    model: nn.Module,
-    config: Config,
-    setting: Setting,
-    loss_of: LossOf,
-    cluster: Cluster,
-    tp_plan: Plan | None = None,
-) -> list[UnitProfile]:
+def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> UnitProfiles:
     """Return the profile of a micro-batch on a machine that is not there, without memory.
 
-    Args:
-        model: the model; it does not change, and is not read.
-        config, setting: the config, and the setting of its plans.
-        loss_of: computes the loss on the meta device.
-        cluster: the rates of its machine, and the share that layers reach.
-        tp_plan: see `plan_division`.
-
     Raises:
-        ValueError: the forward or backward does not run without values.
+        ValueError: the forward or backward does not run without values; the layers cannot be divided.
     """
+    (config, setting), machine = subject.setting(tp, cluster.shares_cores), cluster.machine
+    dtype = str(config.precision.param_dtype or torch.float32).removeprefix("torch.")
+    if dtype not in machine.flops:
+        raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
     with torch.random.fork_rng(devices=[]):
-        runs, specs, over = prepared(model, config, setting, tp_plan)
+        runs, specs, over = prepared(subject.model, config, setting, subject.tp_plan)
         work, attention = _Work([*runs.parameters(), *runs.buffers()]), FusedAttention()
 
         def read() -> Any:
@@ -185,68 +181,45 @@ def count_units(
         assumed = Assumed()  # type: ignore[no-untyped-call]
         try:
             with torch.device("meta"), torch.enable_grad(), attention, assumed, work:
-                loss = loss_of(runs)
-                trace.begin_backward()
-                loss.backward()
-                trace.note()
+                trace.run(lambda: subject.loss_of(samples)(runs))
         except Exception as error:  # of any kind, as the model and the loss are the user's
             raise ValueError(
-                f"the forward and backward of {type(model).__name__} run without memory to be planned, and "
-                f"raise {type(error).__name__}: {error}"
+                f"{type(subject.model).__name__} cannot be planned: its forward and backward run without "
+                f"memory, and raise {type(error).__name__}: {error}"
             ) from error
-    machine = cluster.machine
-    dtype = str(config.precision.param_dtype or torch.float32).removeprefix("torch.")
-    if dtype not in machine.flops:
-        raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
-    rate = machine.flops[dtype] * cluster.efficiency
-    found = []
-    for name, (flops, products, traffic, saved, sent, calls) in trace.both[0].items():
-        again, _, moved, *_ = trace.both[1][name]
-        found.append(
-            UnitProfile(
-                name,
-                forward=(flops + products) / rate + traffic / machine.bandwidth,
-                backward=(again + 2 * products) / rate + moved / machine.bandwidth,
-                saved=max(0.0, saved),
-                given=trace.given[name],
-                sent=sent,
-                calls=calls,
-                products=flops + products,
-            )
-        )
-    return found
+    rate, names = machine.flops[dtype] * cluster.efficiency, [spec.name for spec in specs]
+    first, second = (np.array([own[name] for name in names]).T for own in trace.both)
+    flops, products, traffic, saved, sent, calls = first
+    return UnitProfiles(
+        names,
+        forward=(flops + products) / rate + traffic / machine.bandwidth,
+        backward=(second[0] + 2 * products) / rate + second[2] / machine.bandwidth,
+        saved=np.maximum(0, saved),
+        given=np.array([trace.given[name] for name in names]),
+        sent=sent,
+        calls=calls,
+        products=flops + products,
+    )
 
 
-def time_units(
-    model: nn.Module,
-    config: Config,
-    setting: Setting,
-    device: torch.device,
-    tp_plan: Plan | None = None,
-) -> Callable[[LossOf], dict[str, tuple[float, float]]]:
+def time_units(subject: Subject, tp: int, device: torch.device) -> Callable[[int], Any]:
     """Return a function that runs a copy of the model on a device, and times its units.
 
     The copy has other values than the model, and memory of its own: of its parameters, their gradients and a
-    micro-batch. The function takes one that computes the loss, with tensors on the device. It gives the
-    seconds of forward and backward by unit, without exchanges.
-
-    Args:
-        model: the model; it does not change.
-        config, setting, tp_plan: see `count_units`.
-        device: the device.
+    micro-batch. The function takes the samples of a micro-batch, and gives the seconds of forward and
+    backward of all units, [units, 2], without exchanges.
     """
+    own = subject.setting(tp, not has_streams(device))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        runs, specs, _ = prepared(model, config, setting, tp_plan)
+        runs, specs, _ = prepared(subject.model, *own, subject.tp_plan)
         runs.to_empty(device=device)
         for parameter in runs.parameters():
             parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()
-        values = dict(model.named_buffers())
+        values = dict(subject.model.named_buffers())
         for name, buffer in runs.named_buffers():
             buffer.zero_() if values[name].is_meta else buffer.copy_(values[name])
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for spec in specs:
-        shapes = tuple(p.shape for p in spec.module.parameters())
-        alike.setdefault((type(spec.module), shapes), []).append(spec.name)
+    alike = [(type(spec.module), *(p.shape for p in spec.module.parameters())) for spec in specs]
+    groups = [[at for at, other in enumerate(alike) if other == one] for one in alike]
 
     def read() -> Any:
         if has_streams(device):
@@ -255,18 +228,11 @@ def time_units(
 
     trace = _Trace(specs, read)
 
-    def run(loss_of: LossOf) -> dict[str, tuple[float, float]]:
-        trace.restart()
+    def run(samples: int) -> Any:
         with device, torch.enable_grad():
-            loss = loss_of(runs)
-            trace.begin_backward()
-            loss.backward()
-            trace.note()
+            trace.run(lambda: subject.loss_of(samples)(runs))
         runs.zero_grad()
-        found: dict[str, tuple[float, float]] = {}
-        for names in alike.values():
-            first, second = (statistics.median(float(own[name][0]) for name in names) for own in trace.both)
-            found |= dict.fromkeys(names, (first, second))
-        return found
+        seconds = np.array([[own[spec.name][0] for own in trace.both] for spec in specs])
+        return np.array([np.median(seconds[group], 0) for group in groups])
 
     return run

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, on_first
-from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import LossOf
-from zeroshard.memory.estimate import setting_of
 from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, Probes, measure_machine
 from zeroshard.planning.predict import Predictor
-from zeroshard.planning.profile import Profiles, UnitProfile, count_units, time_units
+from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
 from zeroshard.planning.search import search
 
 SAMPLES_PER_RANK = 8
@@ -37,25 +37,15 @@ class Ranks:
 
     Args:
         world: all ranks.
-        model: the model; it does not change.
+        subject: the model.
         samples: the samples of a step, of all ranks together.
-        loss_of: (samples) -> the function that computes the loss of a micro-batch of so many.
-        tp_plan: see `plan_division`.
     """
 
-    def __init__(
-        self,
-        world: Axis,
-        model: nn.Module,
-        samples: int,
-        loss_of: Callable[[int], LossOf],
-        tp_plan: Plan | None = None,
-    ) -> None:
-        self._model, self._samples, self._loss_of, self._tp_plan = model, samples, loss_of, tp_plan
-        self._world, self._probes = world, Probes(world, measure_machine())
-        self._clusters: list[Cluster] = []
-        self._runs: dict[int, Callable[[LossOf], dict[str, tuple[float, float]]]] = {}
-        self._seconds = defaultdict[tuple[int, int], list[dict[str, tuple[float, float]]]](list)
+    def __init__(self, world: Axis, subject: Subject, samples: int) -> None:
+        self._world, self._subject, self._samples = world, subject, samples
+        self._probes, self._clusters = Probes(world, measure_machine()), list[Cluster]()
+        self._runs: dict[int, Callable[[int], Any]] = {}
+        self._seconds = defaultdict[tuple[int, int], list[Any]](list)
 
     def measure(self, tensor: Collection[int], samples: Collection[int]) -> None:
         """Measure once more; what is predicted afterwards is a median.
@@ -66,18 +56,11 @@ class Ranks:
         """
         self._clusters.append(self._probes.measure())
         for tp in tensor:
-            try:
+            with suppress(ValueError, torch.OutOfMemoryError):  # then nothing is known of it
                 if tp not in self._runs:
-                    own = self._setting(tp)
-                    self._runs[tp] = time_units(self._model, *own, self._world.device, self._tp_plan)
+                    self._runs[tp] = time_units(self._subject, tp, self._world.device)
                 for num in samples:
-                    self._seconds[tp, num].append(self._runs[tp](self._loss_of(num)))
-            except (ValueError, torch.OutOfMemoryError):  # nothing is known of it then
-                continue
-
-    def _setting(self, tp: int) -> tuple[Config, Any]:
-        config = Config.parse({"mesh": {"tp": tp}})
-        return config, setting_of(config, tp, host_computes=not has_streams(self._world.device))
+                    self._seconds[tp, num].append(self._runs[tp](num))
 
     def cluster(self) -> Cluster:
         """Return the medians of all rounds."""
@@ -89,20 +72,13 @@ class Ranks:
 
     def predictor(self) -> Predictor:
         """Return what predicts steps of this model on these ranks."""
-        cluster, timed = self.cluster(), defaultdict[int, dict[int, Sequence[UnitProfile]]](dict)
+        cluster, timed = self.cluster(), defaultdict[int, dict[int, UnitProfiles]](dict)
         for (tp, num), runs in self._seconds.items():
-            counted = count_units(self._model, *self._setting(tp), self._loss_of(num), cluster, self._tp_plan)
-            timed[tp][num] = [
-                unit._replace(
-                    forward=statistics.median(run[unit.name][0] for run in runs),
-                    backward=statistics.median(run[unit.name][1] for run in runs),
-                )
-                for unit in counted
-            ]
+            counted = count_units(self._subject, tp, num, cluster)
+            forward, backward = np.median(runs, 0).T
+            timed[tp][num] = counted._replace(forward=forward, backward=backward)
         found: Mapping[int, Profiles] | None = dict(timed) if 1 in timed else None  # else it is counted
-        return Predictor(
-            self._model, cluster, self._samples, self._loss_of, tp_plan=self._tp_plan, timed=found
-        )
+        return Predictor(self._subject, cluster, self._samples, found)
 
 
 def choose_config(
@@ -133,8 +109,8 @@ def choose_config(
             "config='auto': expected training_data, whose samples are measured, or a causal language model "
             "of transformers; `zeroshard plan` and a config need neither"
         )
-    samples = SAMPLES_PER_RANK * world.size
-    ranks = Ranks(world, model, samples, lambda num: _loss_of(model, source, num), tp_plan)
+    subject = Subject(model, lambda num: _loss_of(model, source, num), tp_plan=tp_plan)
+    ranks = Ranks(world, subject, SAMPLES_PER_RANK * world.size)
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= most[0] and world.size % tp == 0]
     for _ in range(_ROUNDS):
         ranks.measure(tensor, _MEASURED)

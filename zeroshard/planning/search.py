@@ -69,17 +69,16 @@ def _bounds(predictor: Predictor, family: Choice, samples: Sequence[int], bits: 
     """Return the bounds of a family, [tiers, recomputes, samples, bits]; infinite where there is none."""
     machine, pp, (runs, _) = predictor.cluster.machine, family.pp, predictor.cut(family.pp * family.chunks)
     each = [replace(family, samples=num) for num in samples]
-    units, (_, setting, plans) = predictor.times(each[0]), predictor.plan(each[0])
-    within = np.zeros((pp, len(units)))  # the units of each pipeline rank
+    own, plan = predictor.times(each[0]), predictor.plan(each[0])
+    within = np.zeros((pp, len(own.forward)))  # the units of each pipeline rank
     for rank, run in zip(placement(family), runs, strict=True):
         within[rank, run] = 1
-    forward, backward = np.moveaxis(np.array([predictor.compute(one) for one in each]), -1, 0)
-    forward, backward = forward @ within.T, backward @ within.T  # [samples, ranks]
+    forward, backward = np.moveaxis(np.array([predictor.compute(one) for one in each]) @ within.T, 1, 0)
     gather, regather, reduce, step = (
-        within @ [getattr(unit, name) for unit in units] for name in ("gather", "regather", "reduce", "step")
+        within @ one for one in (own.gather, own.regather, own.reduce, own.step)
     )
     num = np.array([predictor.num_microbatches(one) for one in each])[:, None]
-    is_sharded, sums_each = bool(setting.placements.parameter), family.stage > 1 and pp == 1
+    is_sharded, sums_each = bool(plan.setting.placements.parameter), family.stage > 1 and pp == 1
     network = num * regather + (num if is_sharded else 1) * gather + (num if sums_each else 1) * reduce
     again = np.array([0, 0, 1])[:, None, None]
     compute = num * (forward * (1 + again) + backward)
@@ -88,12 +87,15 @@ def _bounds(predictor: Predictor, family: Choice, samples: Sequence[int], bits: 
         compute = compute + np.concatenate([np.zeros((len(samples), 1)), fill], 1)
     both = compute + network + step if predictor.on_cpu else np.maximum(compute, network)
     rates = [rate for rate in (machine.to_host, machine.from_host) if rate]
-    owned = sum(buffer.main_size for unit in plans for buffer in unit.buffers if buffer.trainable) / pp
     found = np.full((len(TIERS), len(RECOMPUTES), len(samples), len(bits)), np.inf)
     for at, (optimizer, parameters) in enumerate(TIERS):
         is_there = at == 0 or (rates and (machine.disk_read or "nvme" not in TIERS[at]))
         if is_there and (parameters == "none" or is_sharded):
-            link = np.array(bits) / 4 * owned / min(rates) if optimizer != "none" else np.zeros(len(bits))
+            link = (
+                np.array(bits) / 4 * sum(plan.sent[-3]) / pp / min(rates)
+                if optimizer != "none"
+                else np.zeros(len(bits))
+            )
             found[at] = np.maximum(both.max(-1)[:, :, None], link)
     if pp > 1:  # a budget of memory is for whole models
         found[:, 1] = np.inf
