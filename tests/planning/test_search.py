@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +23,7 @@ from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Choice, Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
-from zeroshard.planning.search import BITS, RECOMPUTES, TIERS, draw, explain, families, search, table
+from zeroshard.planning.search import BITS, RECOMPUTES, TIERS, bound, draw, explain, places, search, table
 
 LENGTH = 64
 GPU = Machine(
@@ -206,15 +208,22 @@ def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
 def everything(own: Predictor) -> list[Choice]:
     """All configurations, made without the search."""
     return [
-        replace(family, tiers=tiers, recompute=recompute, samples=samples, bits=bits)
-        for family in families(own)
+        replace(place, tiers=tiers, recompute=recompute, bits=bits)
+        for place in places(own)
         for tiers in TIERS[:3]
-        for recompute in RECOMPUTES[: 3 if family.pp == 1 else 1] + RECOMPUTES[2:]
-        for samples in (1, 2, 4, 8)
+        for recompute in RECOMPUTES
         for bits in BITS
-        if own.samples % (4 // family.tp // family.pp * samples) == 0
-        and (tiers[1] == "none" or family.stage == 3)
+        if (tiers[1] == "none" or place.stage == 3) and (place.pp == 1 or recompute != "auto")
     ]
+
+
+def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) -> None:
+    found = list(places(four))
+    assert len(found) == len(set(found))
+    for pp, tp, samples in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32)):
+        exists = 4 % (pp * tp) == 0 and 16 * pp * tp % (4 * samples) == 0
+        stages = {one.stage for one in found if (one.pp, one.tp, one.samples) == (pp, tp, samples)}
+        assert stages == ({0, 1, 2, 3} if exists else set())
 
 
 @pytest.mark.parametrize("room", [1 << 30, 150 << 20])
@@ -227,6 +236,9 @@ def test_the_search_finds_what_all_predictions_find(four: Predictor, room: int) 
                 fastest = min(fastest, four(choice).seconds)
         except ValueError:  # no such schedule
             continue
+    for place in places(four):
+        with contextlib.suppress(ValueError):  # no such schedule
+            assert bound(four, place) <= four(place).seconds * (1 + 1e-9)
     found = search(four)
     assert found.best[0].seconds == pytest.approx(fastest)
     assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
@@ -296,3 +308,8 @@ def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
     for num in (1e9, 7e9):
         found = sum(p.numel() for p in build_typical(int(num)).parameters())
         assert found == pytest.approx(num, rel=0.08)
+
+
+def test_a_budget_of_memory_is_for_whole_models() -> None:
+    with pytest.raises(ValueError, match=r"recompute='auto' needs mesh\.pp to be 1, got 2"):
+        zeroshard.Config.from_dict({"recompute": "auto", "mesh": {"pp": 2}})

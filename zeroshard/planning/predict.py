@@ -68,22 +68,12 @@ class Choice:
     """Of each state of the optimizer."""
 
     def __str__(self) -> str:
-        tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
-        parts = [
-            f"stage {self.stage}",
-            *([f"tp {self.tp}"] if self.tp > 1 else []),
-            *([f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []),
-            *([f"{self.chunks} chunks"] if self.chunks > 1 else []),
-            f"micro-batch {self.samples}",
-            *(
-                [{"unit": "recompute", "auto": "recompute some"}[self.recompute]]
-                if self.recompute != "none"
-                else []
-            ),
-            *(f"{name} on {tier}" for name, tier in tiers if tier != "none"),
-            *(["8-bit states"] if self.bits == 8 else []),
-        ]
-        return ", ".join(parts)
+        values = {"stage": self.stage, "micro-batch": self.samples, "tp": self.tp, "pp": self.pp}
+        parts = [f"{name} {value}" for name, value in values.items() if value > 1 or name not in ("tp", "pp")]
+        parts += [self.schedule, f"{self.chunks} chunks"][: 1 + (self.chunks > 1)] if self.pp > 1 else []
+        parts += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
+        parts += [] if self.tiers == TIERS[0] else [f"offload {'/'.join(self.tiers)}"]
+        return ", ".join([*parts, *(["8-bit states"] if self.bits == 8 else [])])
 
 
 class Span(NamedTuple):

@@ -1,9 +1,10 @@
 """The search: all configurations of a model on a cluster, those that fit, the fastest first, and the reasons.
 
-Each configuration has a bound: the time of its busiest resource without any wait, which is no more than the
-time that is predicted. Bounds of all configurations are sums over units, computed at once. Predictions are
-made in the order of bounds, until no bound is below the last of the best. So the best of all are found, and
-few are predicted one by one.
+A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
+tiers, recomputation and bits. Each place has a bound: the time of its busiest resource where all is kept,
+without most waits. It is no more than the time that is predicted for any variant. Places are predicted in the
+order of bounds, until no bound is below the last of the best. So the best of all are found, and few are
+predicted one by one.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class SearchResult(NamedTuple):
     best: tuple[Prediction, ...]
     """The fastest first."""
     num: int
-    """Configurations that exist, whether they fit or not."""
+    """Configurations of all places, whether they fit or not."""
 
 
-def families(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
-    """Yield configurations that stand for others with other tiers, recomputation, micro-batches and bits."""
+def places(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
+    """Yield the nearest variant of each place: nothing is offloaded or computed again."""
     cluster = predictor.cluster
     for tp, pp in product(_POWERS, _POWERS):
         if cluster.num_ranks % (tp * pp) or tp > min(most_tp, cluster.ranks_per_node) or pp > most_pp:
@@ -61,51 +62,36 @@ def families(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Itera
                 predictor.cut(pp * chunks)
             except (ValueError, KeyError):  # layers or blocks that cannot be divided so
                 continue
-            for stage in range(4):
-                yield Choice(stage=stage, tp=tp, pp=pp, schedule=schedule, chunks=chunks)
+            for stage, samples in product(range(4), SAMPLES):
+                place = Choice(stage=stage, tp=tp, pp=pp, schedule=schedule, chunks=chunks, samples=samples)
+                num = predictor.num_microbatches(place)
+                is_whole = num * samples * cluster.num_ranks == predictor.samples * tp * pp
+                if num and is_whole and (pp == 1 or num <= _MOST_MICROBATCHES):
+                    yield place
 
 
-def _bounds(predictor: Predictor, family: Choice, samples: Sequence[int], bits: Sequence[int]) -> Any:
-    """Return the bounds of a family, [tiers, recomputes, samples, bits]; infinite where there is none."""
-    machine, pp, (runs, _) = predictor.cluster.machine, family.pp, predictor.cut(family.pp * family.chunks)
-    each = [replace(family, samples=num) for num in samples]
-    own, plan = predictor.times(each[0]), predictor.plan(each[0])
-    within = np.zeros((pp, len(own.forward)))  # the units of each pipeline rank
-    for rank, run in zip(placement(family), runs, strict=True):
+def bound(predictor: Predictor, place: Choice) -> float:
+    """Return a time that no variant of a place goes below."""
+    own, (runs, _) = predictor.times(place), predictor.cut(place.pp * place.chunks)
+    within, num = np.zeros((place.pp, len(own.forward))), predictor.num_microbatches(place)
+    for rank, run in zip(placement(place), runs, strict=True):
         within[rank, run] = 1
-    forward, backward = np.moveaxis(np.array([predictor.compute(one) for one in each]) @ within.T, 1, 0)
-    gather, regather, reduce, step = (
-        within @ one for one in (own.gather, own.regather, own.reduce, own.step)
-    )
-    num = np.array([predictor.num_microbatches(one) for one in each])[:, None]
-    is_sharded, sums_each = bool(plan.setting.placements.parameter), family.stage > 1 and pp == 1
-    network = num * regather + (num if is_sharded else 1) * gather + (num if sums_each else 1) * reduce
-    again = np.array([0, 0, 1])[:, None, None]
-    compute = num * (forward * (1 + again) + backward)
-    if family.schedule in ("1f1b", "gpipe", "interleaved"):  # other ranks begin earlier and end later
-        fill = np.cumsum((forward + backward) / family.chunks, 1)[:, :-1]
-        compute = compute + np.concatenate([np.zeros((len(samples), 1)), fill], 1)
-    both = compute + network + step if predictor.on_cpu else np.maximum(compute, network)
-    rates = [rate for rate in (machine.to_host, machine.from_host) if rate]
-    found = np.full((len(TIERS), len(RECOMPUTES), len(samples), len(bits)), np.inf)
-    for at, (optimizer, parameters) in enumerate(TIERS):
-        is_there = at == 0 or (rates and (machine.disk_read or "nvme" not in TIERS[at]))
-        if is_there and (parameters == "none" or is_sharded):
-            link = (
-                np.array(bits) / 4 * sum(plan.sent[-3]) / pp / min(rates)
-                if optimizer != "none"
-                else np.zeros(len(bits))
-            )
-            found[at] = np.maximum(both.max(-1)[:, :, None], link)
-    if pp > 1:  # a budget of memory is for whole models
-        found[:, 1] = np.inf
-    return found
+    forward, backward, gather, regather, reduce, *_ = (within @ column for column in own)
+    is_sharded = bool(predictor.plan(place).setting.placements.parameter)
+    network = (num if is_sharded else 1) * gather + num * regather + reduce
+    compute = num * (forward + backward)
+    compute[1:] += np.cumsum(forward / place.chunks)[:-1]  # the first micro-batch comes through other ranks
+    return float((compute + network if predictor.on_cpu else np.maximum(compute, network)).max())
 
 
 def search(
-    predictor: Predictor, *, bits: Sequence[int] = BITS, num_best: int = 5, most: tuple[int, int] = (8, 64)
+    predictor: Predictor,
+    *,
+    bits: Sequence[int] = BITS,
+    num_best: int = 5,
+    most: tuple[int, int] = (8, 64),
 ) -> SearchResult:
-    """Return the fastest configurations that fit.
+    """Return the fastest configurations that fit, one of each place.
 
     Args:
         predictor: the model, the cluster and the samples of a step.
@@ -116,47 +102,38 @@ def search(
     Raises:
         ValueError: no configuration exists for these samples, or none fits; the text says what needs less.
     """
-    entries: list[tuple[Choice, list[int], Any]] = []
-    for family in families(predictor, *most):
-        each = {num: predictor.num_microbatches(replace(family, samples=num)) for num in SAMPLES}
-        data = predictor.cluster.num_ranks // (family.tp * family.pp)
-        samples = [
-            num
-            for num, steps in each.items()
-            if steps * num * data == predictor.samples and (family.pp == 1 or steps <= _MOST_MICROBATCHES)
-        ]
-        if samples:
-            entries.append((family, samples, _bounds(predictor, family, samples, bits)))
-    flat = np.concatenate([[np.inf], *(bounds.ravel() for _, _, bounds in entries)])
-    starts = 1 + np.cumsum([0, *(bounds.size for _, _, bounds in entries)])
-    found: dict[Choice, Prediction] = {}  # the fastest by family and micro-batch
-    least: Estimate | None = None
-    for at in np.argsort(flat, kind="stable")[: np.isfinite(flat).sum()]:
-        best = sorted(found.values(), key=lambda one: one.seconds)[:num_best]
-        if len(best) == num_best and flat[at] >= best[-1].seconds:
+    machine = predictor.cluster.machine
+    tiers = TIERS if machine.disk_read else TIERS[:3] if machine.to_host else TIERS[:1]
+    variants = list(product(tiers, RECOMPUTES, bits))
+    ordered = sorted(
+        (bound(predictor, one), number, one) for number, one in enumerate(places(predictor, *most))
+    )
+    best: list[Prediction] = []
+    least: list[int] = []
+    for seconds, _, place in ordered:
+        if len(best) == num_best and seconds >= best[-1].seconds:
             break
-        place = int(np.searchsorted(starts, at, side="right")) - 1
-        family, samples, bounds = entries[place]
-        tier, how, number, bit = np.unravel_index(at - starts[place], bounds.shape)
-        key = replace(family, samples=samples[number])
-        if key in found and flat[at] >= found[key].seconds:
-            continue
-        choice = replace(key, tiers=TIERS[tier], recompute=RECOMPUTES[how], bits=bits[bit])
-        one = _fitting(predictor, choice)
-        if isinstance(one, Prediction) and (key not in found or one.seconds < found[key].seconds):
-            found[key] = one
-        elif isinstance(one, Estimate) and (least is None or one.peak < least.peak):
-            least = one
-    if not found:
+        found: list[Prediction] = []
+        near: set[int] = set()
+        for tier, recompute, bit in variants:
+            choice = replace(place, tiers=tier, recompute=recompute, bits=bit)
+            one = None if bit in near else _fitting(predictor, choice)
+            if isinstance(one, Prediction):
+                found.append(one)
+                near |= {bit} if (tier, recompute) == variants[0][:2] else set()  # others only add work
+            elif one is not None:
+                least.append(one.peak)
+        fastest = sorted(found, key=lambda one: one.seconds)[:1]
+        best = sorted([*best, *fastest], key=lambda one: one.seconds)[:num_best]
+    if not best:
         needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
-        if least is not None:
-            needs = f"the least found is {format_bytes(least.peak)}: take more ranks, or shorter samples"
+        if least:
+            needs = f"the least found is {format_bytes(min(least))}: take more ranks, or shorter samples"
         raise ValueError(
             f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
             f"configuration fits into {format_bytes(predictor.room)} of a device; {needs}"
         )
-    best = sorted(found.values(), key=lambda one: one.seconds)[:num_best]
-    return SearchResult(tuple(best), int(np.isfinite(flat).sum()))
+    return SearchResult(tuple(best), len(ordered) * len(variants))
 
 
 def _fitting(predictor: Predictor, choice: Choice) -> Prediction | Estimate | None:
