@@ -299,7 +299,7 @@ def test_the_command_prints_the_best_and_writes_a_config_that_runs(
     code, said = failure(capsys, "plan", model, "--cluster", "2xCPU", "--tokens", 100, "--length", 64)
     assert (code, said) == (2, "zeroshard: --tokens: expected a multiple of --length 64, got 100\n")
     code, said = failure(capsys, "plan", model, "--tokens", 100)
-    assert (code, said) == (2, "zeroshard: a MODEL needs --cluster and --tokens\n")
+    assert (code, said) == (2, "zeroshard: expected a MODEL with --cluster and --tokens, or --schedule\n")
 
 
 def test_a_number_stands_for_a_llama_of_about_that_size() -> None:

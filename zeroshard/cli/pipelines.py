@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.hf.pretrained import build_skeleton, build_typical
-from zeroshard.memory.activations import LossOf, loss_of_tokens
+from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
@@ -41,16 +40,13 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
-    if (options.model is None) == (not options.schedule):
-        raise ValueError("expected a MODEL with --cluster and --tokens, or --schedule")
-    if options.model is not None:
-        _plan_model(options.model, options)
+    if options.schedule is None:
+        _plan_model(options)
         return
-    names = options.schedule or ()
-    if options.list and len(names) > 1:
-        raise ValueError(f"--list: expected one --schedule, got {len(names)}")
+    if options.list and len(options.schedule) > 1:
+        raise ValueError(f"--list: expected one --schedule, got {len(options.schedule)}")
     results = []
-    for name in names:
+    for name in options.schedule:
         schedule = _schedule(name, options)
         chunks = schedule.num_chunks / schedule.num_ranks
         weights = ASYNCHRONOUS[name].weights if name in ASYNCHRONOUS else "stash"
@@ -62,17 +58,18 @@ def plan(options: PlanOptions) -> None:
     print(_about(options), "", _table(results), "", _NOTE, sep="\n")
 
 
-def _plan_model(given: int | Path, options: PlanOptions) -> None:
-    if options.cluster is None or options.tokens is None:
-        raise ValueError("a MODEL needs --cluster and --tokens")
+def _plan_model(options: PlanOptions) -> None:
+    given = options.model
+    if given is None or options.cluster is None or options.tokens is None:
+        raise ValueError("expected a MODEL with --cluster and --tokens, or --schedule")
     samples, rest = divmod(options.tokens, options.length)
     if rest or not samples:
         raise ValueError(f"--tokens: expected a multiple of --length {options.length}, got {options.tokens}")
     cluster = read_cluster(options.cluster, options.ranks)
     precision = options.precision or ("fp32" if cluster.shares_cores else "bf16")
     model = build_typical(given) if isinstance(given, int) else build_skeleton(given)
-    loss_of = partial(_loss_of, options.length)
-    predictor = Predictor(Subject(model, loss_of, {"precision": precision}), cluster, samples)
+    subject = Subject(model, lambda num: loss_of_tokens((num, options.length)), {"precision": precision})
+    predictor = Predictor(subject, cluster, samples)
     bits = BITS if options.optimizer_bits is None else (options.optimizer_bits,)
     found = search(predictor, bits=bits)
     best = found.best[0]
@@ -82,10 +79,6 @@ def _plan_model(given: int | Path, options: PlanOptions) -> None:
     options.out.write_text(config + "\n", encoding="utf-8")
     optimizer = "zeroshard.optim.AdamW8bit" if best.choice.bits == 8 else "torch.optim.AdamW"
     print(f"\nWrote {options.out}, a config for zeroshard.initialize with {optimizer}.")
-
-
-def _loss_of(length: int, samples: int) -> LossOf:
-    return loss_of_tokens((samples, length))
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:

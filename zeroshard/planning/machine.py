@@ -24,7 +24,7 @@ from torch import nn
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.streams import Stopwatch, has_streams
 from zeroshard.memory.budget import host_bytes_free
-from zeroshard.sharded import shard
+from zeroshard.sharded import Sharded, shard
 
 _BYTES = 1 << 28
 """Bytes of a copy, and of the file."""
@@ -238,10 +238,9 @@ def read_cluster(given: str, num_ranks: int | None = None) -> Cluster:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         machine = Machine(**{key: found.pop(key) for key in known & found.keys()})
-        ranks = num_ranks or found.pop("num_ranks", machine.num_devices)
-        return Cluster(
-            **{"name": path.stem, "ranks_per_node": ranks, "machine": machine, **found}, num_ranks=ranks
-        )
+        ranks = found.pop("num_ranks", machine.num_devices)
+        found = {"name": path.stem, "ranks_per_node": ranks, **found, "num_ranks": num_ranks or ranks}
+        return Cluster(machine=machine, **found)
     except (TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{given}: expected the JSON of `zeroshard doctor --json`: {error}") from None
 
@@ -264,13 +263,25 @@ class Probes:
     """
 
     def __init__(self, world: Axis, machine: Machine) -> None:
-        self._world, self._machine = world, machine
+        self._world, ranks = world, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        if machine.device == "cpu":  # whose memory its ranks share
+            machine = replace(machine, device_bytes=machine.device_bytes // ranks)
+        self._alone = Cluster(
+            name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
+        )
         self._models: dict[tuple[int, int], nn.Module] = {}
+        self._sharded: list[Sharded] = []
         for width, stage in product(_WIDTHS_OF_PROBES, (0, 2, 3) if world.size > 1 else ()):
             layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
             self._models[width, stage] = model = nn.Sequential(*layers)
             if stage:
-                shard(model, {"stage": stage, "units": ["Linear"], "device": world.device.type})
+                config = {"stage": stage, "units": ["Linear"], "device": world.device.type}
+                self._sharded.append(shard(model, config))
+
+    def close(self) -> None:
+        """Give the memory of the models back."""
+        for sharded in self._sharded:
+            sharded.close(restore=False)
 
     def measure(self) -> Cluster:
         """Measure the cluster once."""
@@ -283,33 +294,18 @@ class Probes:
                     model(inputs).sum().backward()
                 model.zero_grad()
             per_layer[width, stage] = statistics.median(watch.read()[1:]) / _DEPTH
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-        machine = self._machine
-        if machine.device == "cpu":  # whose memory its ranks share
-            machine = replace(machine, device_bytes=machine.device_bytes // ranks)
-        cluster = Cluster(
-            name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
-        )
         if world.size == 1:
-            return cluster
-        small, large = _WIDTHS_OF_PROBES
-        num_gathers = 2 - 1 / _DEPTH
+            return self._alone
 
         def exchanges(width: int) -> tuple[float, float]:
             """Return the seconds of a reduction and of a gather."""
             reduces = per_layer[width, 2] - per_layer[width, 0]
-            gathers = (per_layer[width, 3] - per_layer[width, 2]) / num_gathers
+            gathers = (per_layer[width, 3] - per_layer[width, 2]) / (2 - 1 / _DEPTH)
             return max(1e-7, reduces), max(1e-7, gathers)
 
-        latency = sum(exchanges(small)) / 2
-        sent = 4 * large**2 * (world.size - 1) / world.size
-        reduce, gather = (max(1e-7, one - latency) / sent for one in exchanges(large))
-        adds = max(0.0, reduce - gather)
-        return replace(
-            cluster,
-            num_ranks=world.size,
-            network=1 / gather,
-            between=1 / gather,
-            latency=latency,
-            sums=1 / adds if adds else 0.0,
-        )
+        small, large = map(exchanges, _WIDTHS_OF_PROBES)
+        latency, sent = sum(small) / 2, 4 * _WIDTHS_OF_PROBES[1] ** 2 * (world.size - 1) / world.size
+        reduce, gather = (sent / max(1e-7, one - latency) for one in large)
+        sums = 1 / (1 / reduce - 1 / gather) if reduce < gather else 0.0
+        rates: dict[str, Any] = {"network": gather, "between": gather, "latency": latency, "sums": sums}
+        return replace(self._alone, num_ranks=world.size, **rates)

@@ -62,6 +62,11 @@ class Ranks:
                 for num in samples:
                     self._seconds[tp, num].append(self._runs[tp](num))
 
+    def close(self) -> None:
+        """Give the memory of all that was measured back."""
+        self._probes.close()
+        self._runs.clear()
+
     def cluster(self) -> Cluster:
         """Return the medians of all rounds."""
         rates = {
@@ -119,6 +124,7 @@ def choose_config(
         predictor = ranks.predictor()
         return predictor.config(search(predictor, bits=(bits,), num_best=1, most=most).best[0].choice)
 
+    ranks.close()
     return Config.parse(on_first(world, "plan of config='auto'", best))
 
 

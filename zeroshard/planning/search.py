@@ -181,7 +181,8 @@ def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[s
 def _doubled(cluster: Any, names: Sequence[str]) -> Any:
     if names[0] == "machine":
         return replace(cluster, machine=_doubled(cluster.machine, names[1:]))
-    return replace(cluster, **{name: 2 * (getattr(cluster, name) or 0) or None for name in names})
+    rates = {name: getattr(cluster, name) for name in names}
+    return replace(cluster, **{name: 2 * rate for name, rate in rates.items() if rate})
 
 
 def table(predictor: Predictor, found: SearchResult) -> str:
