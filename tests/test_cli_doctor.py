@@ -13,6 +13,7 @@ import torch
 
 from tests.commands import failure, shown
 from zeroshard.cli import doctor
+from zeroshard.planning import machine
 
 GIB = 1 << 30
 
@@ -27,8 +28,8 @@ def test_the_page_has_versions_the_machine_and_features(capsys: pytest.CaptureFi
 def test_the_rates_of_the_machine_are_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "_BYTES", 1 << 24)
-    monkeypatch.setattr(doctor, "_WIDTHS", {"cpu": 64})
+    monkeypatch.setattr(machine, "_BYTES", 1 << 24)
+    monkeypatch.setattr(machine, "_WIDTHS", {"cpu": 64})
     found = json.loads(shown(capsys, "doctor", "--json", "--disk", tmp_path))
     assert (found["device"], found["num_devices"], found["to_host"]) == ("cpu", 1, None)
     assert found["flops"].keys() == {"float32", "bfloat16"}

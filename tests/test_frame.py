@@ -61,7 +61,7 @@ LAYERS = (
     {"stepping", "forwards", "full", "parallel"},
     {"assemble", "averages", "gradient_hooks", "optim", "outer"},
     {"checkpoint", "hf", "memory", "sharded"},
-    {"batches", "byname"},
+    {"batches", "byname", "planning"},
     {"engine"},
     {"entry", "logs", "profiling"},
     {"cli", "integrations"},
@@ -227,6 +227,7 @@ MEASURED = {
     ("benchmarks/pipeline_async.py", "parallel"),
     ("benchmarks/pipeline_clock.py", "parallel"),
     ("benchmarks/pipeline_engines.py", "parallel"),
+    *(("benchmarks/plan.py", part) for part in ("comm", "memory", "planning")),
 }
 """Parts without public names that a benchmark measures by themselves."""
 
@@ -248,8 +249,8 @@ BELOW = {"codec", "config", "internals", "plan", "tables", "version"}
 # The parts of the engine that extras look into. The list may only become shorter.
 LOOKED_INTO = {
     "cli/checkpoints": {"checkpoint", "hf"},
-    "cli/doctor": {"comm", "memory"},
-    "cli/pipelines": {"parallel"},
+    "cli/doctor": {"comm", "memory", "planning"},
+    "cli/pipelines": {"hf", "memory", "parallel", "planning"},
     "cli/planning": {"hf", "memory", "sharded"},
     "integrations/transformers": {"forwards"},
     "logs/steplog": {"comm", "memory"},

@@ -41,6 +41,7 @@ from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
+from zeroshard.planning.ranks import choose_config
 from zeroshard.stepping.parts import is_known
 
 
@@ -78,7 +79,9 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
             makes one from the list of the model's original parameters; None to run or evaluate only.
             Bits that were registered for modules with bitsandbytes' GlobalOptimManager hold for its
             optimizers.
-        config: a Config, a dict, or a path to a .json or .toml file.
+        config: a Config, a dict, or a path to a .json or .toml file; or "auto": the model is measured on the
+            ranks that are there, and the fastest config for a step of 8 samples a rank is taken, see
+            docs/planning.md.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
             `config.micro_batch_size` and the options of `config.loader`. Or a loader of yours over this
             rank's batches with a state, such as torchdata's StatefulDataLoader, which checkpoints then hold;
@@ -99,9 +102,11 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
         ValueError: the config, the optimizer or the model is not as expected.
         RuntimeError: the ranks' models or configs differ.
     """
-    config = Config.parse(config)
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    if config == "auto":
+        config = _planned(model, optimizer, SampleSource(training_data, collate_fn), loss_fn, tp_plan)
+    config = Config.parse(config)
     dataset = _find_dataset(training_data, collate_fn, config)
     refuse_recording("initialize")
     if outer_step is not None:
@@ -150,15 +155,34 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
         lr_scheduler=lr_scheduler,
         loader=loader,
         described=described,
+        averages={} if outer_step is None else OuterSteps(outer_step, runtime).kept,
     )
-    if outer_step is not None:
-        parts.averages.update(OuterSteps(outer_step, runtime).kept)
     engine = Engine(model, parts, loss_fn, part)
     if runtime.budget is not None:
         own = ref(engine)  # a module lives on without its engine
         runtime.budget.take_peak = lambda: 0 if (found := own()) is None else take_peak(found)
     engine.reset_comm_report()
     return Initialized(engine, optimizer, loader, lr_scheduler)
+
+
+def _planned(
+    model: nn.Module, optimizer: object, source: SampleSource, loss_fn: object, tp_plan: Plan | None
+) -> Config:
+    """Return the config of `config="auto"`; collective. See `choose_config`.
+
+    Tensor ranks get the same samples, so they need training_data; pipeline ranks need a loss function, and a
+    callable that makes the optimizer.
+    """
+    data = source.training_data
+    if is_loader(data):
+        raise ValueError("config='auto': expected a Dataset as training_data, got a loader with a batch size")
+    world = start_world(use_device(None), Config().watchdog_s)
+    has_parts = loss_fn is not None and callable(optimizer) and not isinstance(optimizer, Optimizer)
+    kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
+    name = getattr(kind, "__name__", type(kind).__name__)
+    most = (8 if data is not None else 1), (64 if has_parts else 1)
+    bits = 8 if name.endswith("8bit") else 32
+    return choose_config(world, model, source, bits=bits, tp_plan=tp_plan, most=most)
 
 
 def _part_of_model(

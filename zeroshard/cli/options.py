@@ -189,12 +189,24 @@ class MeshOptions(NamedTuple):
 
 
 class PlanOptions(NamedTuple):
-    """Compare schedules of a pipeline by time, bubbles and activations.
+    """Find the fastest configuration of a model on a cluster, or compare schedules of a pipeline.
 
-    Simulate the schedules and print the time of a batch, the share of it in which ranks
-    wait, the activations and the versions of weights that each rank holds. Times are in any unit.
+    With a model, predict all configurations, print the first five with the reasons, draw
+    the step of the best, and write its config. With --schedule, simulate the schedules and
+    print the time of a batch, the share of it in which ranks wait, the activations and the
+    versions of weights that each rank holds. These times are in any unit.
 
     Args:
+        model: number of parameters, such as 7B, for a Llama of about that size; or a config.json of
+            transformers, or the folder of one
+        cluster: 8xH100, 64xH100, 8x4090 or 2xCPU; or a file with what `zeroshard doctor --json` prints, with
+            "network" added: bytes per second that a rank sends to others
+        tokens: tokens of a step, of all ranks together
+        length: tokens of a sample (default: 2048)
+        ranks: all ranks (default: as the cluster has them)
+        precision: of forward and backward (default: bf16, on CPUs fp32)
+        optimizer_bits: bits of each of Adam's two states (default: 32, or 8 if that fits or is faster)
+        out: file for the config (default: plan.json)
         schedule: gpipe, 1f1b, interleaved, zb-h1, zbv or varuna; asynchronous: pipedream, 2bw, pipemare, pb,
             spectrain, lwp or paci; or a file with a list for each rank; several times to compare them
         stages: ranks of the pipeline
@@ -208,6 +220,7 @@ class PlanOptions(NamedTuple):
         list: print the actions alone, as such a file has them
 
     Examples:
+        zeroshard plan 1B --cluster 8x4090 --tokens 1048576
         zeroshard plan --schedule 1f1b --stages 4 --microbatches 8
         zeroshard plan --schedule 1f1b --schedule interleaved --schedule zb-h1 --pp 4 --microbatches 8
         zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1
@@ -215,10 +228,15 @@ class PlanOptions(NamedTuple):
         zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --list
     """
 
-    schedule: Annotated[
-        Sequence[str],
-        _how(flags=("--schedule",), action="append", metavar="NAME", required=True, type=str),
-    ]
+    model: Annotated[int | Path | None, _how(metavar="MODEL", type=parse_model, nargs="?")]
+    cluster: Annotated[str, _how(metavar="NAME")] | None = None
+    tokens: Number | None = None
+    length: Number = 2048
+    ranks: Number | None = None
+    precision: Literal["bf16", "fp32"] | None = None
+    optimizer_bits: Literal[8, 32] | None = None
+    out: Annotated[Path, _how(metavar="FILE")] = Path("plan.json")
+    schedule: Annotated[Sequence[str], _how(action="append", metavar="NAME", type=str)] | None = None
     stages: Annotated[int, _how(flags=("--stages", "--pp"), metavar="P")] | None = None
     microbatches: Annotated[int, _how(metavar="M")] | None = None
     chunks: Annotated[int, _how(metavar="V")] | None = None

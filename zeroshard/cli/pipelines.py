@@ -1,17 +1,24 @@
-"""`zeroshard plan`: schedules of a pipeline, simulated and compared."""
+"""`zeroshard plan`: the best configurations of a model, or schedules of a pipeline, side by side."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
+from zeroshard.hf.pretrained import build_skeleton, build_typical
+from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
+from zeroshard.planning.machine import read_cluster
+from zeroshard.planning.predict import BITS, Predictor
+from zeroshard.planning.profile import Subject
+from zeroshard.planning.search import draw, explain, search, table
 from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
@@ -33,6 +40,9 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
+    if options.schedule is None:
+        _plan_model(options)
+        return
     if options.list and len(options.schedule) > 1:
         raise ValueError(f"--list: expected one --schedule, got {len(options.schedule)}")
     results = []
@@ -46,6 +56,29 @@ def plan(options: PlanOptions) -> None:
         print(results[0].schedule, end="")
         return
     print(_about(options), "", _table(results), "", _NOTE, sep="\n")
+
+
+def _plan_model(options: PlanOptions) -> None:
+    given = options.model
+    if given is None or options.cluster is None or options.tokens is None:
+        raise ValueError("expected a MODEL with --cluster and --tokens, or --schedule")
+    samples, rest = divmod(options.tokens, options.length)
+    if rest or not samples:
+        raise ValueError(f"--tokens: expected a multiple of --length {options.length}, got {options.tokens}")
+    cluster = read_cluster(options.cluster, options.ranks)
+    precision = options.precision or ("fp32" if cluster.shares_cores else "bf16")
+    model = build_typical(given) if isinstance(given, int) else build_skeleton(given)
+    subject = Subject(model, lambda num: loss_of_tokens((num, options.length)), {"precision": precision})
+    predictor = Predictor(subject, cluster, samples)
+    bits = BITS if options.optimizer_bits is None else (options.optimizer_bits,)
+    found = search(predictor, bits=bits)
+    best = found.best[0]
+    config = json.dumps(predictor.config(best.choice), indent=2)
+    print(table(predictor, found), "", *explain(predictor, found, bits=bits), sep="\n")
+    print("", draw(best), "", config, sep="\n")
+    options.out.write_text(config + "\n", encoding="utf-8")
+    optimizer = "zeroshard.optim.AdamW8bit" if best.choice.bits == 8 else "torch.optim.AdamW"
+    print(f"\nWrote {options.out}, a config for zeroshard.initialize with {optimizer}.")
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:
@@ -71,7 +104,7 @@ def _built(name: str, options: PlanOptions) -> Schedule:
         raise ValueError(f"--schedule {name} needs --stages and --microbatches")
     builder = SCHEDULES.get(name, SCHEDULES["1f1b"])
     # Among several schedules, a schedule with a fixed number of chunks keeps it.
-    is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
+    is_fixed = builder.max_chunks is not None and len(options.schedule or ()) > 1
     chunks = None if is_fixed else options.chunks
     if (size := stages * microbatches * (chunks or builder.min_chunks)) > _MAX_ACTIONS:
         raise ValueError(

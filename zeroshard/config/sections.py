@@ -295,9 +295,9 @@ class Config(Checked):
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
-            (self.recompute == "auto", "recompute='auto'", whole),
+            (is_auto[0], "recompute", whole),
             (self.memory_budget is not None, "memory_budget", is_auto),
-            (is_auto[0], "recompute='auto'", not_compiled),
+            (is_auto[0], "recompute", not_compiled),
             (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),

@@ -15,6 +15,7 @@ from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.hf.quantize import quantize, read_quantization
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
+from zeroshard.memory.activations import typical_sizes
 from zeroshard.safetensors import FileTensor, find_tensors
 
 
@@ -177,6 +178,32 @@ def build_skeleton(path: Path) -> nn.Module:
     except Exception as error:  # whatever the file makes it raise
         raise ValueError(f"'{file}': transformers builds no model of it: {error}") from None
     return model
+
+
+def build_typical(num_params: int) -> nn.Module:
+    """Return a Llama of a typical shape with about so many parameters, on the meta device.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: see `typical_sizes`.
+    """
+    sizes = typical_sizes(num_params)
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise ImportError("a plan needs transformers: pip install zeroshard[hf]") from None
+    heads = next(num for num in (64, 32, 16, 8, 4, 2, 1) if sizes.width >= 128 * num)
+    config = LlamaConfig(
+        hidden_size=sizes.width,
+        intermediate_size=round(sizes.width / 3) * 8,
+        num_hidden_layers=sizes.depth,
+        num_attention_heads=heads,
+        vocab_size=sizes.vocabulary,
+        tie_word_embeddings=sizes.is_tied,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
 
 
 def _builder(transformers: Any, config: Any) -> Any:

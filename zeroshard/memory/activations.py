@@ -77,6 +77,7 @@ from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.placement import TP
+from zeroshard.plan.units import UnitSpec
 from zeroshard.sharding.context import Changes
 
 WIDTH_PER_BLOCK = 128
@@ -250,16 +251,15 @@ def dry_run(
     Raises:
         ValueError: the forward or backward raises an error without values.
     """
-    runs, over = without_memory(model), _OneOfMany(setting.sizes[TP])
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
-        blocks = _prepare(runs, config, setting, tp_plan, over)
-        live = LiveBytes([*runs.parameters(), *runs.buffers()])
-        counter, attention = _Operations(), _FusedAttention()  # type: ignore[no-untyped-call]
+        runs, specs, over = prepared(model, config, setting, tp_plan)
+        work, attention = Work([*runs.parameters(), *runs.buffers()]), FusedAttention()
+        assumed = Assumed()  # type: ignore[no-untyped-call]
         peak = after = inside = 0
         begins, units = list[tuple[int, int]](), list[UnitCosts]()
 
         def now() -> tuple[int, int]:
-            return live.now, counter.num + attention.num
+            return work.now, work.flops + attention.products
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal after
@@ -270,20 +270,20 @@ def dry_run(
 
         def sample(*_: Any) -> None:
             nonlocal peak, inside
-            peak, inside = max(peak, live.now), max(inside, live.now)
+            peak, inside = max(peak, work.now), max(inside, work.now)
 
         def begin(*_: Any) -> None:
             nonlocal inside
-            inside = live.now
+            inside = work.now
             begins.append(now())
 
         for module in runs.modules():
             module.register_forward_hook(sample)
-        for block in blocks:
+        for block in _blocks(runs, specs):
             block.register_forward_pre_hook(begin)
             block.register_forward_hook(end)
         try:
-            with _META, torch.enable_grad(), counter, attention, Assumed(), live:  # type: ignore[no-untyped-call]
+            with _META, torch.enable_grad(), attention, assumed, work:
                 loss = loss_of(runs)
                 sample()
                 (_, done), most = now(), peak
@@ -349,6 +349,36 @@ class LiveBytes(TorchDispatchMode):
         self.now += num_bytes
 
 
+class Work(LiveBytes):
+    """Counts operations of products, and bytes that all other operations read and write, along with storages.
+
+    torch's own counter of operations keeps their tensors alive.
+
+    Args:
+        left_out: as `LiveBytes` has it.
+    """
+
+    def __init__(self, left_out: Iterable[Tensor]) -> None:
+        from torch.utils.flop_counter import flop_registry  # it loads much of torch
+
+        super().__init__(left_out)
+        self._registry: Any = flop_registry
+        self.flops = self.traffic = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        if (count := self._registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=results)
+        elif not func.is_view:
+            self.traffic += sum(
+                one.nbytes for one in pytree.tree_leaves((args, results)) if isinstance(one, Tensor)
+            )
+        return results
+
+
 def without_memory(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device; layers with codes are layers with numbers there."""
     memo: dict[int, Any] = {}
@@ -369,10 +399,16 @@ def _with_numbers(layer: Any) -> nn.Module:
     return plain.requires_grad_(False)
 
 
-def _prepare(
-    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None, over: _OneOfMany
-) -> list[nn.Module]:
-    """Give a model the dtypes, the parts and the forwards that it has in an engine; return its blocks."""
+def prepared(
+    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None
+) -> tuple[nn.Module, Sequence[UnitSpec], OneOfMany]:
+    """Return a copy of a model on the meta device that runs as in an engine; arguments as in `dry_run`.
+
+    Returns:
+        The copy, with the dtypes, the parts and the forwards that it has in an engine; its units, the root
+        first; and the exchanges of its tensor rank.
+    """
+    model, over = without_memory(model), OneOfMany(setting.sizes[TP])
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
     casts = find_module_casts(model, division.specs, config)
@@ -391,9 +427,8 @@ def _prepare(
     if config.recompute == "lean":
         lean_forwards(model, changes)
     tile_mlps(model, config, changes)
-    blocks = list(outermost(model, {spec.module for spec in specs[1:] if spec.originals}))
     if config.recompute in RECOMPUTED and not has_plan(config):
-        for module in blocks:
+        for module in _blocks(model, specs):
             changes.around(module, "fused attention", _with_fused_attention)
             changes.around(module, "recompute", functools.partial(checkpointed, module))
     precision = config.precision
@@ -403,7 +438,12 @@ def _prepare(
             if spec.module not in casts and not computes_in_own_dtype(spec.module):
                 spec.module.register_forward_pre_hook(cast, with_kwargs=True)
     model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
-    return blocks
+    return model, specs, over
+
+
+def _blocks(model: nn.Module, specs: Sequence[UnitSpec]) -> list[nn.Module]:
+    """The modules whose forward may run again."""
+    return list(outermost(model, {spec.module for spec in specs[1:] if spec.originals}))
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -411,7 +451,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class _OneOfMany(Activations):
+class OneOfMany(Activations):
     """The exchanges of a tensor rank without the others: results have their shapes, and memory of their own.
 
     Args:
@@ -420,17 +460,20 @@ class _OneOfMany(Activations):
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.device, self.last = 0, size, torch.device("cpu"), None
-        self.sent = 0
+        self.sent = self.calls = 0
 
     def sum(self, value: Tensor, label: str) -> Tensor:
+        self.calls += 1
         self.sent += 2 * value.nbytes * (self.size - 1) // self.size
         return value.contiguous().clone()
 
     def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.calls += 1
         self.sent += value.nbytes * (self.size - 1)
         return torch.cat([value] * self.size, dim)
 
     def scatter(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.calls += 1
         self.sent += value.nbytes * (self.size - 1) // self.size
         return self.split(value, dim).clone()
 
@@ -438,30 +481,18 @@ class _OneOfMany(Activations):
         return value
 
 
-class _Operations(TorchDispatchMode):
-    """Counts operations of products of matrices; torch's mode for it keeps tensors alive."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.utils.flop_counter import flop_registry  # it loads much of torch
-
-        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
-        if count := flop_registry.get(func.overloadpacket):
-            self.num += count(*args, **kwargs, out_val=result)
-        return result
-
-
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Attention without scores in memory; the meta device has only the kernel that keeps them."""
 
-    num = 0
-    """Operations of its products of matrices."""
+    products = 0
+    """The operations of its forwards so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
-            self.num += 4 * query.numel() * key.shape[-2]
+            self.products += (
+                2 * query.numel() * key.shape[-2] * (1 if kwargs and kwargs.get("is_causal") else 2)
+            )
             return _Attention.apply(query, key, value)
         return func(*args, **(kwargs or {}))
 
@@ -470,7 +501,7 @@ def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd runs a recomputation outside of the mode."""
 
     def fused(*args: Any, **kwargs: Any) -> Any:
-        with _FusedAttention():
+        with FusedAttention():
             return forward(*args, **kwargs)
 
     return fused

@@ -187,8 +187,10 @@ class Counted:
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        usage, states = self._usage(config, setting), States(bits=optimizer_bits)
-        found = (_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting))
+        usage, states = self.usage(config, setting), States(bits=optimizer_bits)
+        found = (
+            estimate_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting)
+        )
         return max(found, key=lambda one: one.peak)
 
     def _planned(self, config: Config, setting: Setting) -> Iterator[RankUnits]:
@@ -218,7 +220,7 @@ class Counted:
         divided = plan_division(model, specs, self._tp_plan, tp, by_sequence=is_sequence).specs
         return plan_units(divided, setting), sum(map(num_scale_bytes, model.modules()))
 
-    def _usage(self, config: Config, setting: Setting) -> DryRun:
+    def usage(self, config: Config, setting: Setting) -> DryRun:
         """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
         model, num = self._model, self._num_tokens
         if isinstance(model, Sizes) and num:
@@ -233,7 +235,17 @@ class Counted:
         return self._runs[key]
 
 
-def _of_rank(own: RankUnits, setting: Setting, config: Config, states: States, usage: DryRun) -> Estimate:
+def estimate_of_rank(
+    own: RankUnits, setting: Setting, config: Config, states: States, usage: DryRun
+) -> Estimate:
+    """Return the bytes of a rank with some units.
+
+    Args:
+        own: the units that it holds.
+        setting, config: the setting of their plans, and the config.
+        states: the states of the optimizer.
+        usage: what a micro-batch takes.
+    """
     units, scales = own
     steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)

@@ -107,7 +107,7 @@ class _Queue(NamedTuple):
 class _Simulation:
     """The state of a simulation; see `simulate` for its arguments."""
 
-    def __init__(self, schedule: Schedule, costs: ActionCosts, max_unreceived: int) -> None:
+    def __init__(self, schedule: Schedule, costs: Sequence[ActionCosts], max_unreceived: int) -> None:
         self.costs, self.room, self.placement = costs, max_unreceived, schedule.placement
         self.needed = needed_actions(schedule)
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
@@ -124,7 +124,7 @@ class _Simulation:
                 offered, received = self.queues[message.source, rank]
                 while len(offered) == len(received):
                     yield message.source, f"{action} waits for {message.action}"
-                index, duration = len(received), self.costs.transfer
+                index, duration = len(received), self.costs[0].transfer
                 room_from = now if not self.room else self._room_for(index, received)
                 now = max(now, max(offered[index], room_from) + duration)
                 received.append(now)
@@ -132,7 +132,7 @@ class _Simulation:
             for before in self.needed.get(action, ()):  # actions of other ranks send a message
                 while before not in self.done and self.placement[before.place[0]] == rank:
                     yield rank, f"{action} waits for {before}, which comes later in its own list"
-            start, now = now, now + self.costs.of(action)
+            start, now = now, now + self.costs[action.chunk or 0].of(action)
             self.spans[rank].append(ActionTime(action, start, now))
             self.done.add(action)
             self.num_events += 1
@@ -162,13 +162,16 @@ def _deadlock(waits: Mapping[int, tuple[int, str]]) -> ValueError:
 
 
 def simulate(
-    schedule: Schedule, costs: ActionCosts | None = None, *, max_unreceived: int | None = None
+    schedule: Schedule,
+    costs: ActionCosts | Sequence[ActionCosts] | None = None,
+    *,
+    max_unreceived: int | None = None,
 ) -> ScheduleTimes:
     """Return the times of all actions.
 
     Args:
         schedule: the lists of all ranks.
-        costs: the durations. None: the defaults of `ActionCosts`.
+        costs: the durations, of all chunks alike or of each of them. None: the defaults of `ActionCosts`.
         max_unreceived: messages from one rank to another that may be under way or wait there. A rank that
             would send one more waits until the other rank receives one. Here a rank receives directly before
             the action that needs the message. With 0 a send waits for its own receive. None: no limit.
@@ -178,7 +181,8 @@ def simulate(
             (see `check_actions`).
     """
     room = len(list(schedule)) if max_unreceived is None else max_unreceived  # room for all is no limit
-    state = _Simulation(schedule, costs or ActionCosts(), room)
+    each = costs if isinstance(costs, Sequence) else [costs or ActionCosts()] * schedule.num_chunks
+    state = _Simulation(schedule, each, room)
     programs = [state.run(rank, own) for rank, own in enumerate(plan_exchanges(schedule))]
     num_before = -1
     while state.num_events > num_before:  # each rank goes on once before any goes on again

@@ -1,0 +1,315 @@
+"""Predictions by hand, bytes as the estimate has them, and the search against all predictions one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import zeroshard
+from tests.commands import failure, shown
+from tests.planning import models
+from zeroshard.memory.activations import loss_of_tokens
+from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
+from zeroshard.planning.predict import Choice, Predictor
+from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
+from zeroshard.planning.search import BITS, RECOMPUTES, TIERS, bound, draw, explain, places, search, table
+
+LENGTH = 64
+GPU = Machine(
+    device="a GPU",
+    num_devices=4,
+    device_bytes=1 << 30,
+    host_bytes=1 << 34,
+    flops={"float32": 1e12, "bfloat16": 4e12},
+    bandwidth=1e11,
+    to_host=1e10,
+    from_host=1e10,
+)
+FOUR = Cluster(name="four", machine=GPU, num_ranks=4, ranks_per_node=4, network=5e9, latency=1e-5)
+
+
+def llama() -> nn.Module:
+    with torch.device("meta"):
+        return models.llama()
+
+
+def predictor(cluster: Cluster = FOUR, samples: int = 16, **given: Any) -> Predictor:
+    return Predictor(Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)), given), cluster, samples)
+
+
+def profiles(seconds: Sequence[float], given: float = 4096) -> UnitProfiles:
+    """Units whose backwards take twice as long as their forwards; the root takes no time."""
+    forward = np.array([0.0, *seconds])
+    nothing, names = 0 * forward, ["", *(str(number) for number in range(len(seconds)))]
+    held = np.full(len(forward), given)
+    return UnitProfiles(names, forward, 2 * forward, held, held, nothing, nothing, 1e9 * forward)
+
+
+@pytest.fixture(scope="module")
+def four() -> Predictor:
+    return predictor()
+
+
+# ---------------------------------------------------------------------------------------------- seconds
+
+
+def linears() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+
+
+def of_linears(cluster: Cluster, seconds: float) -> Predictor:
+    """Three units; a forward of each takes so long, and its backward twice that."""
+    own = profiles([seconds] * 3)
+    machine = replace(GPU, bandwidth=float("inf"))  # nothing but compute and exchanges takes time
+    cluster = replace(cluster, machine=machine, latency=0.0)
+    return Predictor(Subject(linears(), lambda _: _no_loss), cluster, 4, {1: {1: own, 2: own}})
+
+
+def _no_loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.zeros(1, 1024)).sum()
+
+
+BYTES = 3 / 4 * 4 * 1024**2
+"""That each of four ranks sends to gather a unit, or to reduce its gradient."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "network", "expected"),
+    [
+        # Exchanges are quick: the first gather, compute, and the last reduction are left.
+        (3, 100, lambda x: 9 + 2 * x),
+        # At stage 0 a reduction and a gather of its sum follow the last backward.
+        (0, 100, lambda x: 9 + 2 * x),
+        # Exchanges are slow: 3 gathers, 2 more in the backward, for the last unit is kept, and 3 reductions.
+        (3, 0.1, lambda x: 8 * x),
+    ],
+)
+def test_a_step_is_what_compute_and_network_take_beside_each_other(stage, network, expected) -> None:
+    own = of_linears(replace(FOUR, network=network * BYTES), 1.0)
+    found = own(Choice(stage=stage))
+    exact = expected(1 / network)
+    slack = 4.0 if network < 1 else 0.0  # compute that no exchange hides
+    assert exact <= found.seconds <= exact + slack + 1e-9
+    assert found.busy["compute"] == pytest.approx(9)
+    assert found.bound == ("compute" if network > 1 else "network")
+
+
+def test_micro_batches_in_the_middle_count_as_often_as_they_are() -> None:
+    own = of_linears(replace(FOUR, network=1e30), 1.0)
+    for samples in (4, 8, 16, 40):
+        own.samples = samples
+        found = own(Choice(stage=2))
+        assert found.seconds == pytest.approx(9 * samples / 4)
+        assert found.busy["compute"] == pytest.approx(9 * samples / 4)
+
+
+def test_recomputation_adds_a_forward() -> None:
+    own = of_linears(replace(FOUR, network=1e30), 1.0)
+    assert own(Choice(recompute="unit")).seconds == pytest.approx(12)
+
+
+def test_ranks_that_share_their_cores_with_exchanges_wait_for_each_of_them() -> None:
+    own = of_linears(replace(FOUR, network=BYTES), 1.0)
+    own.cluster = replace(own.cluster, machine=replace(own.cluster.machine, device="cpu"))
+    own.on_cpu = True
+    assert own(Choice(stage=3)).seconds == pytest.approx(9 + 8)
+
+
+def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
+    """1F1B of equal chunks: (m + p - 1) times a forward and a backward, and the time of messages."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    cluster = replace(FOUR, machine=replace(GPU, bandwidth=float("inf")), network=1e30, latency=0.0)
+    own = Predictor(Subject(model, lambda _: _no_loss), cluster, 8, {1: {1: profiles([1.0] * 4, given=0)}})
+    found = own(Choice(stage=0, pp=4))
+    assert found.seconds == pytest.approx((8 + 4 - 1) * 3)
+    assert found.bubble == pytest.approx(3 / 11)
+    assert draw(found, 33).splitlines()[3] == f"rank 3   |   {4 * 'FBBfbb'}      |"
+
+
+def test_profiles_lie_on_lines_between_those_that_were_measured() -> None:
+    one, four = profiles([1.0]), profiles([4.0])
+    assert profile_of({1: one, 4: four}, 2).forward.tolist() == pytest.approx([0, 2])
+    assert profile_of({1: one, 4: four}, 7).backward.tolist() == pytest.approx([0, 14])
+    assert profile_of({1: one, 4: four}, 4).forward.tolist() == pytest.approx([0, 4])
+    assert profile_of({2: one}, 6).backward.tolist() == pytest.approx([0, 6])
+
+
+def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -> None:
+    """The step of one H200 in benchmarks/results/offload_gpu_core.json, from the rates noted there."""
+    document = json.loads(Path("benchmarks/results/offload_gpu_core.json").read_text(encoding="utf-8"))
+    measured = next(row for row in document["rows"] if row["setting"] == "all on the GPU")
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000, use_cache=False
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    assert sum(p.numel() for p in model.parameters()) == measured["num_params"]
+    flops = {"bfloat16": 1e12 * document["facts"]["bf16 matmul, TFLOP/s"]}
+    machine = replace(CLUSTERS["8xH100"].machine, flops=flops, bandwidth=4e12, device_bytes=141 << 30)
+    cluster = replace(CLUSTERS["8xH100"], num_ranks=1, machine=machine)
+    precision = {"param_dtype": "bf16", "main_dtype": "bf16"}
+    subject = Subject(model, lambda num: loss_of_tokens((num, 2048)), {"precision": precision})
+    own = Predictor(subject, cluster, 4)
+    found = own(Choice(stage=3, samples=4, recompute="unit", bits=8))
+    assert found.seconds == pytest.approx(measured["step_s"], rel=0.07)
+    assert found.estimate.peak == pytest.approx(measured["device_peak"], rel=0.05)
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_are_those_of_the_estimate(four: Predictor, stage: int) -> None:
+    model = llama()
+    for choice in (
+        Choice(stage=stage, samples=2),
+        Choice(stage=stage, samples=4, recompute="unit"),
+        Choice(stage=stage, samples=1, bits=8, tiers=("cpu", "none")),
+        Choice(stage=stage, samples=4, tp=2),
+    ):
+        expected = zeroshard.estimate(
+            model,
+            4,
+            four.config(choice),
+            optimizer_bits=choice.bits,
+            num_tokens=(choice.samples, LENGTH),
+        )
+        found = four.bytes(choice)
+        assert found.peak == pytest.approx(expected.peak, rel=0.002)
+        assert (found.total, found.host) == (expected.total, expected.host)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
+    four: Predictor, stage: int
+) -> None:
+    choice = Choice(stage=stage, pp=2)
+    expected = zeroshard.estimate(llama(), 4, four.config(choice))
+    found = max(four.states(choice), key=lambda one: one.peak)
+    assert found.peak == pytest.approx(expected.peak, rel=0.03)
+
+
+# ----------------------------------------------------------------------------------------------- search
+
+
+def everything(own: Predictor) -> list[Choice]:
+    """All configurations, made without the search."""
+    return [
+        replace(place, tiers=tiers, recompute=recompute, bits=bits)
+        for place in places(own)
+        for tiers in TIERS[:3]
+        for recompute in RECOMPUTES
+        for bits in BITS
+        if (tiers[1] == "none" or place.stage == 3) and (place.pp == 1 or recompute != "auto")
+    ]
+
+
+def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) -> None:
+    found = list(places(four))
+    assert len(found) == len(set(found))
+    for pp, tp, samples in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32)):
+        exists = 4 % (pp * tp) == 0 and 16 * pp * tp % (4 * samples) == 0
+        stages = {one.stage for one in found if (one.pp, one.tp, one.samples) == (pp, tp, samples)}
+        assert stages == ({0, 1, 2, 3} if exists else set())
+
+
+@pytest.mark.parametrize("room", [1 << 30, 150 << 20])
+def test_the_search_finds_what_all_predictions_find(four: Predictor, room: int) -> None:
+    four.cluster = replace(FOUR, machine=replace(GPU, device_bytes=room))
+    fastest = float("inf")
+    for choice in everything(four):
+        try:
+            if four.fits(four.bytes(choice)):
+                fastest = min(fastest, four(choice).seconds)
+        except ValueError:  # no such schedule
+            continue
+    for place in places(four):
+        with contextlib.suppress(ValueError):  # no such schedule
+            assert bound(four, place) <= four(place).seconds * (1 + 1e-9)
+    found = search(four)
+    assert found.best[0].seconds == pytest.approx(fastest)
+    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    assert all(four.fits(one.estimate) for one in found.best)
+    for one in found.best:
+        zeroshard.Config.from_dict(four.config(one.choice))
+    four.cluster = FOUR
+
+
+def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
+    found = search(four)
+    lines = explain(four, found)
+    assert lines[0].startswith("Bound by ")
+    assert any(line.startswith("The next best takes ") for line in lines)
+    assert "4 ranks of four, predicted, not measured: best of " in table(four, found)
+    assert {len(line) for line in draw(found.best[0], 50).splitlines()} == {8 + 2 + 50 + 1}
+
+
+def test_a_faster_network_is_named_where_it_would_change_the_step() -> None:
+    own = predictor(replace(FOUR, network=1e8))
+    [line] = [line for line in explain(own, search(own)) if line.startswith("With twice the network")]
+    assert "% less" in line
+
+
+def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=1 << 20, host_bytes=1 << 20)))
+    with pytest.raises(
+        ValueError, match=r"no configuration fits into .* take more ranks, or shorter samples"
+    ):
+        search(own)
+    with pytest.raises(ValueError, match="0 samples, 4 ranks, four: no configuration fits"):
+        search(predictor(samples=0))
+    with pytest.raises(ValueError, match="expected one of 8xH100, 64xH100, 8x4090, 2xCPU, or a file"):
+        read_cluster("9xH100")
+    with pytest.raises(ValueError, match="expected the key network"):
+        Cluster(name="a", machine=GPU, num_ranks=2, ranks_per_node=2)
+    with pytest.raises(ValueError, match="expected the key between"):
+        replace(CLUSTERS["8xH100"], num_ranks=16)
+    file = tmp_path / "machine.json"
+    file.write_text('{"device": "cpu"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="expected the JSON of `zeroshard doctor --json`"):
+        read_cluster(str(file))
+
+
+# --------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_prints_the_best_and_writes_a_config_that_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, out = tmp_path / "config.json", tmp_path / "plan.json"
+    llama().config.to_json_file(model)
+    arguments = ("--cluster", "2xCPU", "--tokens", 1024, "--length", 64, "--out", out)
+    printed = shown(capsys, "plan", model, *arguments)
+    assert "2 ranks of 2xCPU, predicted, not measured" in printed
+    assert "Bound by compute" in printed
+    zeroshard.Config.from_file(out)
+    code, said = failure(capsys, "plan", model, "--cluster", "2xCPU", "--tokens", 100, "--length", 64)
+    assert (code, said) == (2, "zeroshard: --tokens: expected a multiple of --length 64, got 100\n")
+    code, said = failure(capsys, "plan", model, "--tokens", 100)
+    assert (code, said) == (2, "zeroshard: expected a MODEL with --cluster and --tokens, or --schedule\n")
+
+
+def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
+    from zeroshard.hf.pretrained import build_typical
+
+    for num in (1e9, 7e9):
+        found = sum(p.numel() for p in build_typical(int(num)).parameters())
+        assert found == pytest.approx(num, rel=0.08)
+
+
+def test_a_budget_of_memory_is_for_whole_models() -> None:
+    with pytest.raises(ValueError, match=r"recompute='auto' needs mesh\.pp to be 1, got 2"):
+        zeroshard.Config.from_dict({"recompute": "auto", "mesh": {"pp": 2}})

@@ -1,0 +1,311 @@
+"""The rates of a machine, measured or named, and a cluster of such machines.
+
+A cluster says how long operations, copies and exchanges take alone. An exchange takes its latency and the
+time of the bytes that a rank sends. On an accelerator it runs beside compute; ranks on the CPU share their
+cores with it, so that it takes the time of compute, with the sums that a reduction adds up.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.streams import Stopwatch, has_streams
+from zeroshard.forwards.budget import measure_link
+from zeroshard.memory.budget import host_bytes_free
+from zeroshard.sharded import Sharded, shard
+
+_BYTES = 1 << 28
+"""Bytes of a copy, and of the file."""
+_WIDTHS = {"cpu": 1024}
+"""The rows of a square matrix; 8192 on an accelerator."""
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates with nothing else under way; the best of some rounds."""
+
+    device: str
+    """The name of the accelerator, or "cpu"."""
+    num_devices: int
+    device_bytes: int
+    """Memory of a device; on the CPU, of this process."""
+    host_bytes: int
+    """Host memory that this process can allocate."""
+    flops: dict[str, float]
+    """Operations per second of products of matrices, by dtype."""
+    bandwidth: float
+    """Bytes per second that the device reads or writes in its memory."""
+    to_host: float | None = None
+    """Bytes per second from the device to pinned host memory; None on the CPU."""
+    from_host: float | None = None
+    disk_write: float | None = None
+    """Bytes per second to a new file, until it is on the disk; None if no folder was named."""
+    disk_read: float | None = None
+
+
+def measure_machine(folder: Path | None = None) -> Machine:
+    """Measure the current accelerator, or the CPU, in some seconds.
+
+    Args:
+        folder: a folder on the disk to measure.
+
+    Raises:
+        OSError: the file cannot be made, written or read.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    width = _WIDTHS.get(device.type, 8192)
+
+    def rate(amount: float, work: Callable[[], object]) -> float:
+        work()  # kernels are loaded and memory is mapped
+        watch = Stopwatch(device)
+        for _ in range(_ROUNDS):
+            with watch:
+                work()
+        return amount / max(min(watch.read()), 1e-9)
+
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(width, width, dtype=dtype, device=device)
+        product = functools.partial(torch.mm, matrix, matrix)
+        flops[str(dtype).removeprefix("torch.")] = rate(2 * width**3, product)
+    near, other = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    links: dict[str, float] = {}
+    if has_streams(device):
+        far = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        links = asdict(measure_link(device, far))
+    free = host_bytes_free()
+    return Machine(
+        device=torch.get_device_module(device).get_device_name(device) if has_streams(device) else "cpu",
+        num_devices=torch.accelerator.device_count() if has_streams(device) else 1,
+        device_bytes=torch.accelerator.get_memory_info(device)[1] if has_streams(device) else free,
+        host_bytes=free,
+        flops=flops,
+        bandwidth=rate(2 * _BYTES, lambda: other.copy_(near)),
+        **links,
+        **({} if folder is None else _disk_rates(folder)),
+    )
+
+
+def _disk_rates(folder: Path) -> dict[str, float]:
+    watch, block = Stopwatch(torch.device("cpu")), bytes(1 << 20)
+    with tempfile.NamedTemporaryFile(dir=folder) as file, open(file.name, "r+b", buffering=0) as raw:
+        with watch:
+            for _ in range(_BYTES // len(block)):
+                raw.write(block)
+            os.fsync(raw.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        raw.seek(0)
+        with watch:
+            while raw.read(len(block)):
+                pass
+    write, read = watch.read()
+    return {"disk_write": _BYTES / write, "disk_read": _BYTES / read}
+
+
+# ----------------------------------------------------------------------------------------------- clusters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Machines of one kind, and what lies between their ranks.
+
+    - network, between: bytes per second that a rank sends to other ranks of its node, and to other nodes.
+    - latency: seconds of an exchange without its bytes.
+    - sums: bytes per second that a rank adds up after an exchange; 0 where the network's library does it.
+    - efficiency: the share of the operations per second of large products that layers of a model reach.
+    - is_measured: True if all of it was measured on the ranks that are there.
+
+    Raises:
+        ValueError: several ranks without a network, or several nodes without one between them.
+    """
+
+    name: str
+    machine: Machine
+    num_ranks: int
+    ranks_per_node: int
+    network: float = 0.0
+    between: float = 0.0
+    latency: float = 0.0
+    sums: float = 0.0
+    efficiency: float = 1.0
+    is_measured: bool = False
+
+    def __post_init__(self) -> None:
+        rates = ("network", self.num_ranks, self.network), ("between", self.num_nodes, self.between)
+        for key, num, rate in rates:
+            if num > 1 and not rate:
+                raise ValueError(
+                    f"cluster {self.name!r}: expected the key {key}, bytes per second that a rank sends to "
+                    f"others, for {num} ranks or nodes: `zeroshard doctor` of one process does not measure it"
+                )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last one perhaps not full."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+    @property
+    def shares_cores(self) -> bool:
+        """True for ranks on the CPU, whose exchanges take the time of compute."""
+        return self.machine.device == "cpu"
+
+    def exchange(self, num_bytes: Any, num_exchanges: Any, *, span: int, adds: bool = False) -> Any:
+        """Return the seconds of exchanges.
+
+        Args:
+            num_bytes: bytes that a rank sends in all of them; numbers or arrays.
+            num_exchanges: their number.
+            span: neighbouring ranks over which a group extends.
+            adds: True if what arrives is added up.
+        """
+        rate = self.network if span <= self.ranks_per_node else min(self.network, self.between)
+        per_byte = 1 / max(rate, 1.0) + (1 / self.sums if adds and self.sums else 0.0)
+        return num_exchanges * self.latency + num_bytes * per_byte
+
+
+def _gpu(name: str, memory: int, flops: float, bandwidth: float, link: float) -> Machine:
+    return Machine(
+        device=name,
+        num_devices=8,
+        device_bytes=memory << 30,
+        host_bytes=1 << 40,
+        flops={"float32": flops / 8, "bfloat16": flops},
+        bandwidth=bandwidth,
+        to_host=link,
+        from_host=link,
+    )
+
+
+_H100 = _gpu("H100", 80, 7e14, 3e12, 5e10)
+_4090 = _gpu("RTX 4090", 24, 1.5e14, 9e11, 2.5e10)
+_CPU = replace(_gpu("cpu", 8, 9.6e11, 1.2e10, 0.0), num_devices=1, to_host=None, from_host=None)
+_NODE: dict[str, Any] = {"ranks_per_node": 8, "latency": 2e-5, "efficiency": 0.8}
+CLUSTERS: Mapping[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster(name="8xH100", machine=_H100, num_ranks=8, network=3.5e11, **_NODE),
+        Cluster(name="64xH100", machine=_H100, num_ranks=64, network=3.5e11, between=4.5e10, **_NODE),
+        Cluster(name="8x4090", machine=_4090, num_ranks=8, network=1.2e10, **_NODE),
+        Cluster(
+            name="2xCPU",
+            machine=_CPU,
+            num_ranks=2,
+            ranks_per_node=2,
+            network=1.5e9,
+            latency=6e-4,
+            sums=1.5e9,
+        ),
+    )
+}
+"""Clusters by name: data sheets of their makers, less what large copies and products leave of them. Products
+of one H200, which has the cores of an H100, reach 7.6e14 in benchmarks/results/offload_gpu_core.json."""
+
+
+def read_cluster(given: str, num_ranks: int | None = None) -> Cluster:
+    """Return the cluster with a name, or that of a JSON file.
+
+    Args:
+        given: a name of `CLUSTERS`; or a file with the JSON of `zeroshard doctor --json`, to which keys of a
+            `Cluster` may be added.
+        num_ranks: all ranks. None: as the cluster has them, or the devices of the machine.
+
+    Raises:
+        ValueError: no such name or file, or a key that nobody knows; several ranks without a network.
+    """
+    if given in CLUSTERS:
+        return replace(CLUSTERS[given], num_ranks=num_ranks or CLUSTERS[given].num_ranks)
+    path, known = Path(given), {field.name for field in fields(Machine)}
+    if not path.is_file():
+        raise ValueError(
+            f"cluster: expected one of {', '.join(CLUSTERS)}, or a file of `zeroshard doctor --json`, got "
+            f"{given!r}"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        machine = Machine(**{key: found.pop(key) for key in known & found.keys()})
+        ranks = found.pop("num_ranks", machine.num_devices)
+        found = {"name": path.stem, "ranks_per_node": ranks, **found, "num_ranks": num_ranks or ranks}
+        return Cluster(machine=machine, **found)
+    except (TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{given}: expected the JSON of `zeroshard doctor --json`: {error}") from None
+
+
+_WIDTHS_OF_PROBES = (64, 1280)
+"""The widths of square layers whose exchanges are measured: next to no bytes, and 6.5 MB."""
+_DEPTH = 6
+"""Layers of a probe."""
+
+
+class Probes:
+    """Small sharded models that measure exchanges where they happen: in forwards and backwards; collective.
+
+    An exchange costs more there than alone: hooks run, memory is new, and sums are taken. At stage 2 a layer
+    has one reduction, at stage 3 a gather in the forward and one in the backward more, but for the last one.
+
+    Args:
+        world: all ranks.
+        machine: the rates of one of them.
+    """
+
+    def __init__(self, world: Axis, machine: Machine) -> None:
+        self._world, ranks = world, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        if machine.device == "cpu":  # whose memory its ranks share
+            machine = replace(machine, device_bytes=machine.device_bytes // ranks)
+        self._alone = Cluster(
+            name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
+        )
+        self._models: dict[tuple[int, int], nn.Module] = {}
+        self._sharded: list[Sharded] = []
+        for width, stage in product(_WIDTHS_OF_PROBES, (0, 2, 3) if world.size > 1 else ()):
+            layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
+            self._models[width, stage] = model = nn.Sequential(*layers)
+            if stage:
+                config = {"stage": stage, "units": ["Linear"], "device": world.device.type}
+                self._sharded.append(shard(model, config))
+
+    def close(self) -> None:
+        """Give the memory of the models back."""
+        for sharded in self._sharded:
+            sharded.close(restore=False)
+
+    def measure(self) -> Cluster:
+        """Measure the cluster once."""
+        world, per_layer = self._world, dict[tuple[int, int], float]()
+        for (width, stage), model in self._models.items():
+            inputs, watch = torch.ones(1, width, device=world.device), Stopwatch(world.device)
+            for _ in range(_ROUNDS):
+                world.all_gather_object(None, "begin of a measured step")
+                with watch:
+                    model(inputs).sum().backward()
+                model.zero_grad()
+            per_layer[width, stage] = statistics.median(watch.read()[1:]) / _DEPTH
+        if world.size == 1:
+            return self._alone
+
+        def exchanges(width: int) -> tuple[float, float]:
+            """Return the seconds of a reduction and of a gather."""
+            reduces = per_layer[width, 2] - per_layer[width, 0]
+            gathers = (per_layer[width, 3] - per_layer[width, 2]) / (2 - 1 / _DEPTH)
+            return max(1e-7, reduces), max(1e-7, gathers)
+
+        small, large = map(exchanges, _WIDTHS_OF_PROBES)
+        latency, sent = sum(small) / 2, 4 * _WIDTHS_OF_PROBES[1] ** 2 * (world.size - 1) / world.size
+        reduce, gather = (sent / max(1e-7, one - latency) for one in large)
+        sums = 1 / (1 / reduce - 1 / gather) if reduce < gather else 0.0
+        rates: dict[str, Any] = {"network": gather, "between": gather, "latency": latency, "sums": sums}
+        return replace(self._alone, num_ranks=world.size, **rates)

@@ -1,0 +1,219 @@
+"""The search: all configurations of a model on a cluster, those that fit, the fastest first, and the reasons.
+
+A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
+tiers, recomputation and bits. Each place has a bound: the time of its busiest resource where all is kept,
+without most waits. It is no more than the time that is predicted for any variant. Places are predicted in the
+order of bounds, until no bound is below the last of the best. So the best of all are found, and few are
+predicted one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zeroshard.config.sections import Config
+from zeroshard.memory.estimate import Estimate
+from zeroshard.planning.predict import (
+    BITS,
+    COMPUTE,
+    LINK,
+    NETWORK,
+    TIERS,
+    Choice,
+    Prediction,
+    Predictor,
+    placement,
+)
+from zeroshard.tables import format_bytes, render
+
+RECOMPUTES = ("none", "auto", "unit")
+SAMPLES = (1, 2, 4, 8, 16, 32)
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4))
+"""Schedules of pipelines with their chunks, in the order in which equally fast ones are taken."""
+_POWERS = tuple(1 << power for power in range(7))
+_MOST_MICROBATCHES = 64
+"""Of a pipeline: with more, bubbles are no longer what is lost."""
+
+
+class SearchResult(NamedTuple):
+    """The best configurations."""
+
+    best: tuple[Prediction, ...]
+    """The fastest first."""
+    num: int
+    """Configurations of all places, whether they fit or not."""
+
+
+def places(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
+    """Yield the nearest variant of each place: nothing is offloaded or computed again."""
+    cluster = predictor.cluster
+    for tp, pp in product(_POWERS, _POWERS):
+        if cluster.num_ranks % (tp * pp) or tp > min(most_tp, cluster.ranks_per_node) or pp > most_pp:
+            continue
+        for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+            try:
+                predictor.profiles(tp)
+                predictor.cut(pp * chunks)
+            except (ValueError, KeyError):  # layers or blocks that cannot be divided so
+                continue
+            for stage, samples in product(range(4), SAMPLES):
+                place = Choice(stage=stage, tp=tp, pp=pp, schedule=schedule, chunks=chunks, samples=samples)
+                num = predictor.num_microbatches(place)
+                is_whole = num * samples * cluster.num_ranks == predictor.samples * tp * pp
+                if num and is_whole and (pp == 1 or num <= _MOST_MICROBATCHES):
+                    yield place
+
+
+def bound(predictor: Predictor, place: Choice) -> float:
+    """Return a time that no variant of a place goes below."""
+    own, (runs, _) = predictor.times(place), predictor.cut(place.pp * place.chunks)
+    within, num = np.zeros((place.pp, len(own.forward))), predictor.num_microbatches(place)
+    for rank, run in zip(placement(place), runs, strict=True):
+        within[rank, run] = 1
+    forward, backward, gather, regather, reduce, *_ = (within @ column for column in own)
+    is_sharded = bool(predictor.plan(place).setting.placements.parameter)
+    network = (num if is_sharded else 1) * gather + num * regather + reduce
+    compute = num * (forward + backward)
+    compute[1:] += np.cumsum(forward / place.chunks)[:-1]  # the first micro-batch comes through other ranks
+    return float((compute + network if predictor.on_cpu else np.maximum(compute, network)).max())
+
+
+def search(
+    predictor: Predictor,
+    *,
+    bits: Sequence[int] = BITS,
+    num_best: int = 5,
+    most: tuple[int, int] = (8, 64),
+) -> SearchResult:
+    """Return the fastest configurations that fit, one of each place.
+
+    Args:
+        predictor: the model, the cluster and the samples of a step.
+        bits: the bits of optimizer states to choose from.
+        num_best: the number of configurations to return.
+        most: tensor ranks and pipeline ranks, at most.
+
+    Raises:
+        ValueError: no configuration exists for these samples, or none fits; the text says what needs less.
+    """
+    machine = predictor.cluster.machine
+    tiers = TIERS if machine.disk_read else TIERS[:3] if machine.to_host else TIERS[:1]
+    variants = list(product(tiers, RECOMPUTES, bits))
+    ordered = sorted(
+        (bound(predictor, one), number, one) for number, one in enumerate(places(predictor, *most))
+    )
+    best: list[Prediction] = []
+    least: list[int] = []
+    for seconds, _, place in ordered:
+        if len(best) == num_best and seconds >= best[-1].seconds:
+            break
+        found: list[Prediction] = []
+        near: set[int] = set()
+        for tier, recompute, bit in variants:
+            choice = replace(place, tiers=tier, recompute=recompute, bits=bit)
+            one = None if bit in near else _fitting(predictor, choice)
+            if isinstance(one, Prediction):
+                found.append(one)
+                near |= {bit} if (tier, recompute) == variants[0][:2] else set()  # others only add work
+            elif one is not None:
+                least.append(one.peak)
+        fastest = sorted(found, key=lambda one: one.seconds)[:1]
+        best = sorted([*best, *fastest], key=lambda one: one.seconds)[:num_best]
+    if not best:
+        needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
+        if least:
+            needs = f"the least found is {format_bytes(min(least))}: take more ranks, or shorter samples"
+        raise ValueError(
+            f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
+            f"configuration fits into {format_bytes(predictor.room)} of a device; {needs}"
+        )
+    return SearchResult(tuple(best), len(ordered) * len(variants))
+
+
+def _fitting(predictor: Predictor, choice: Choice) -> Prediction | Estimate | None:
+    """Return the prediction if the configuration exists and fits; its bytes if it does not; else None."""
+    try:
+        Config.parse(predictor.config(choice))
+        found = max(predictor.states(choice), key=lambda one: one.peak)
+        if predictor.fits(found):
+            found = predictor.bytes(choice)
+        return predictor(choice) if predictor.fits(found) else found
+    except ValueError:  # a schedule or a config that does not exist with these numbers
+        return None
+
+
+# ------------------------------------------------------------------------------------------ explanations
+
+_MORE = {
+    "twice the memory": ("machine", "device_bytes"),
+    "twice the network": ("network", "between"),
+    "twice the link to the host": ("machine", "to_host", "from_host"),
+}
+
+
+def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[str]:
+    """Return sentences: the bound of the best, the loss of the next best, and what would change it."""
+    first, *others = found.best
+    share = first.busy[first.bound] / first.seconds
+    lines = [f"Bound by {first.bound}: {share:.0%} of a step of {first.seconds:.4g} s."]
+    if first.bubble:
+        lines.append(f"Pipeline ranks wait for {first.bubble:.0%} of the time.")
+    for other in others[:1]:
+        more = {row: other.busy.get(row, 0.0) - first.busy.get(row, 0.0) for row in (COMPUTE, NETWORK, LINK)}
+        row = max(more, key=lambda name: more[name])
+        why = f"{more[row]:.2g} s more of {row}" if more[row] > 0 else "more waits"
+        lines.append(f"The next best takes {other.seconds / first.seconds - 1:.1%} longer: {why}.")
+    for what, names in _MORE.items():
+        changed = copy.copy(predictor)
+        changed.cluster = _doubled(predictor.cluster, names)
+        then = search(changed, num_best=1, **options).best[0]
+        if then.seconds < 0.98 * first.seconds:
+            lines.append(f"With {what}: {1 - then.seconds / first.seconds:.0%} less, {then.choice}.")
+    return lines
+
+
+def _doubled(cluster: Any, names: Sequence[str]) -> Any:
+    if names[0] == "machine":
+        return replace(cluster, machine=_doubled(cluster.machine, names[1:]))
+    rates = {name: getattr(cluster, name) for name in names}
+    return replace(cluster, **{name: 2 * rate for name, rate in rates.items() if rate})
+
+
+def table(predictor: Predictor, found: SearchResult) -> str:
+    """Return the best configurations as a table."""
+    cluster = predictor.cluster
+    how = "measured rates" if cluster.is_measured else "predicted, not measured"
+    rows = [
+        (
+            str(one.choice),
+            f"{one.seconds:.4g} s",
+            f"{predictor.samples / one.seconds:,.1f}",
+            *map(format_bytes, (one.estimate.peak, one.estimate.host)),
+        )
+        for one in found.best
+    ]
+    title = f"{cluster.num_ranks} ranks of {cluster.name}, {how}: best of {found.num:,} configurations"
+    return render(title, ("configuration", "step", "samples/s", "device", "host"), rows)
+
+
+def draw(prediction: Prediction, width: int = 72) -> str:
+    """Return the time line of a step as text, with a row for each resource or pipeline rank.
+
+    F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
+    the device and back, s step. Of micro-batches every second one is in small letters.
+    """
+    rows: dict[str, list[str]] = {}
+    for row, label, start, end in prediction.spans:
+        cells = rows.setdefault(row, [" "] * width)
+        kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
+        letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
+        first, last = (int(width * time / prediction.seconds) for time in (start, end))
+        for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
+            cells[cell] = letter
+    return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())
