@@ -78,7 +78,6 @@ def test_both_train_alike_under_zeroshard_and_ddp():
             ).engine
             assert train(engine, optimizer, 30) == want
             assert state.iter == 30
-        assert want[-1] < 0.9 * want[0]
 
 
 @on_ranks(2)
