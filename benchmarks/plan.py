@@ -1,11 +1,12 @@
 """Step times of many configurations on two CPU ranks: measured, and as the planner predicts them.
 
-    python benchmarks/plan.py                  # 18 configurations of a Llama, about 5 minutes on 2 cores
+    python benchmarks/plan.py                  # 18 configurations of a Llama, about 6 minutes on 2 cores
 
 Engines of all configurations are in one process per rank and take turns, in a new order each round; a time is
 that of a whole step, from a barrier up to the next one. The planner sees none of these times: before the
-engines of each round it times the units of the model, and what ranks exchange, so that the load of other
-processes comes into both alike. Medians over all rounds go into the prediction, and are compared.
+engines of each round it times the units of the model and small exchanges, so that the load of other
+processes comes into both alike. Each engine takes a step that is not timed before the step that is. Medians
+over all rounds go into the prediction, and are compared.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--name", default="plan_2ranks", help="of the JSON file in benchmarks/results")
     parser.set_defaults(before=None)
     return parser.parse_args()

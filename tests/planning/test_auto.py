@@ -10,10 +10,12 @@ from torch.utils.data import TensorDataset
 import zeroshard
 from tests.planning.models import llama
 from tests.ranks import on_ranks
+from zeroshard.planning import machine
 
 
 @on_ranks(2)
 def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
+    machine._BYTES = 1 << 22  # copies that are quick
     model = llama(blocks=2, width=64, vocabulary=128)
     engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "auto").engine
     config = engine.config
@@ -27,6 +29,7 @@ def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
 
 @on_ranks(2)
 def test_any_model_is_measured_with_its_samples(num_ranks: int) -> None:
+    machine._BYTES = 1 << 22
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(4)))
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 32))

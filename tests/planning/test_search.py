@@ -147,6 +147,7 @@ def test_profiles_lie_on_lines_between_those_that_were_measured() -> None:
     assert profile_of({2: one}, 6).backward.tolist() == pytest.approx([0, 6])
 
 
+@pytest.mark.long
 def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -> None:
     """The step of one H200 in benchmarks/results/offload_gpu_core.json, from the rates noted there."""
     document = json.loads(Path("benchmarks/results/offload_gpu_core.json").read_text(encoding="utf-8"))
@@ -226,7 +227,7 @@ def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) 
         assert stages == ({0, 1, 2, 3} if exists else set())
 
 
-@pytest.mark.parametrize("room", [1 << 30, 150 << 20])
+@pytest.mark.parametrize("room", [pytest.param(1 << 30, marks=pytest.mark.long), 150 << 20])
 def test_the_search_finds_what_all_predictions_find(four: Predictor, room: int) -> None:
     four.cluster = replace(FOUR, machine=replace(GPU, device_bytes=room))
     fastest = float("inf")

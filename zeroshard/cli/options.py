@@ -220,7 +220,7 @@ class PlanOptions(NamedTuple):
         list: print the actions alone, as such a file has them
 
     Examples:
-        zeroshard plan 1B --cluster 8x4090 --tokens 1048576
+        zeroshard plan 300M --cluster 8x4090 --tokens 262144
         zeroshard plan --schedule 1f1b --stages 4 --microbatches 8
         zeroshard plan --schedule 1f1b --schedule interleaved --schedule zb-h1 --pp 4 --microbatches 8
         zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1

@@ -76,7 +76,7 @@ class Choice:
         return ", ".join([*parts, *(["8-bit states"] if self.bits == 8 else [])])
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Something that a row, a resource or a pipeline rank, does."""
 
     row: str
@@ -95,7 +95,7 @@ class Prediction(NamedTuple):
     choice: Choice
     seconds: float
     busy: dict[str, float]
-    spans: tuple[Span, ...]
+    spans: tuple[Interval, ...]
     estimate: Estimate
     bubble: float = 0.0
 
@@ -139,7 +139,7 @@ class _Line:
         self._network = COMPUTE if shares_cores else NETWORK
         self.ends = dict.fromkeys((COMPUTE, NETWORK, LINK), 0.0)
         self.busy = dict(self.ends)
-        self.spans: list[Span] = []
+        self.spans: list[Interval] = []
 
     @property
     def end(self) -> float:
@@ -154,7 +154,7 @@ class _Line:
         start = max(self.ends[row], ready)
         self.ends[row] = start + seconds
         self.busy[row] += seconds
-        self.spans.append(Span(row, label, start, self.ends[row]))
+        self.spans.append(Interval(row, label, start, self.ends[row]))
         return self.ends[row]
 
     def forward(self, own: Times, order: Sequence[int], stay: Sequence[bool], *, is_first: bool) -> None:
@@ -430,10 +430,10 @@ class Predictor:
             tails[rank] += max(end.busy[COMPUTE], end.end - (0.0 if self.on_cpu else 2 * half))
             for row in busy[rank]:
                 busy[rank][row] += num * line.busy[row] + end.busy[row]
-        found, spans = _simulated(schedule, tuple(costs)), list[Span]()
+        found, spans = _simulated(schedule, tuple(costs)), list[Interval]()
         for rank, (actions, tail) in enumerate(zip(found.spans, tails, strict=True)):
-            spans += [Span(f"rank {rank}", str(one.action), one.start, one.end) for one in actions]
-            spans += [Span(f"rank {rank}", "step", spans[-1].end, spans[-1].end + tail)] if tail else []
+            spans += [Interval(f"rank {rank}", str(one.action), one.start, one.end) for one in actions]
+            spans += [Interval(f"rank {rank}", "step", spans[-1].end, spans[-1].end + tail)] if tail else []
         most, seconds = max(busy, key=lambda one: max(one.values())), max(span.end for span in spans)
         return Prediction(choice, seconds, most, tuple(spans), self.bytes(choice), found.bubble_share)
 
