@@ -33,7 +33,7 @@ from zeroshard.comm.lifecycle import start_world
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.predict import Choice
 from zeroshard.planning.profile import Subject
-from zeroshard.planning.ranks import Ranks
+from zeroshard.planning.search import Ranks
 
 HEAD = 64
 SAMPLES = 8

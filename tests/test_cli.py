@@ -102,7 +102,6 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("inspect", folder / "third"), "third"),
         (("export", folder, tmp_path / "out", "--dtype", "int8"), "int8"),
         (("export", folder, tmp_path / "out", "--max-shard-size", "5 apples"), "5 apples"),
-        (("export", folder, tmp_path / "out", "--max-shard-size", "0"), "max_shard_bytes"),
         (("export", folder), "DIR"),
         (("estimate",), "MODEL"),
         (("estimate", "7X"), "such as 7B"),

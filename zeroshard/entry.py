@@ -41,7 +41,7 @@ from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.planning.ranks import choose_config
+from zeroshard.planning.search import choose_config
 from zeroshard.stepping.parts import is_known
 
 

@@ -188,3 +188,9 @@ def test_what_is_left_of_a_save_whose_ranks_were_killed_is_a_whole_checkpoint(ru
             assert "RuntimeError" in rank.output
     ((checked,),) = run(script.format("check", seed, str(tmp_path)), num_ranks=1)
     assert checked.code == 0, (trial, checked.output)
+
+
+def test_the_trials_of_the_suite_are_of_different_kinds():
+    trials = [Trial.draw(seed) for seed in range(4)]
+    for option in ("blocking", "kills_all", "tag", "victim", "call"):
+        assert len({getattr(trial, option) for trial in trials}) > 1, option

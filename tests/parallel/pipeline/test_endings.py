@@ -57,7 +57,6 @@ def test_a_rank_that_is_killed_in_the_middle_ends_all_others_with_their_actions(
     assert re.search(r"rank 0 waits in the .*, action 0\w+ of pipeline rank 0", endings[1].last_line)
 
 
-@pytest.mark.long
 def test_a_rank_that_fails_in_the_middle_ends_the_other_with_its_error(run: Forks):
     [(waiting, failed)] = run(script("raise LookupError('a row is missing')", 1))
     assert [waiting.code, failed.code] == [1, 1]
