@@ -191,14 +191,7 @@ class Engine(NotCopied, nn.Module):
             self._early.check()
         moments = self._runtime.state.moments
         if not self._runtime.has_gradients and Moment.STEPPED not in moments:
-            warn_user(
-                "engine.step() without a gradient: no backward has reached a parameter since the last "
-                "step or zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a "
-                "loss that depends on trained parameters"
-            )
-            self._micro_step = 0
-            self.zero_grad()
-            return False
+            return self._step_nothing()
         moments.discard(Moment.STEPPED)
         if self._guard.loss is None and self._num_micro_batches > 1:
             warn_user(
@@ -207,6 +200,22 @@ class Engine(NotCopied, nn.Module):
                 "loss is divided already"
             )
         return self._take_step(nullcontext())
+
+    def _step_nothing(self) -> bool:
+        """Warn that no backward has reached a parameter."""
+        if self._axes.outer.size > 1:
+            raise RuntimeError(
+                "engine.step() without a gradient: a replica would be a step behind the others, for which "
+                "outer_step waits. Give each replica a loss that depends on trained parameters"
+            )
+        warn_user(
+            "engine.step() without a gradient: no backward has reached a parameter since the last "
+            "step or zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a "
+            "loss that depends on trained parameters"
+        )
+        self._micro_step = 0
+        self.zero_grad()
+        return False
 
     def _take_step(self, around: AbstractContextManager[None]) -> bool:
         """Judge the gradients, step, and zero them; `around` is entered for the step of the optimizer.

@@ -105,7 +105,8 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
     if config == "auto":
-        config = _planned(model, optimizer, SampleSource(training_data, collate_fn), loss_fn, tp_plan)
+        others = (outer_step, gradient_hook)
+        config = _planned(model, optimizer, SampleSource(training_data, collate_fn), loss_fn, tp_plan, others)
     config = Config.parse(config)
     dataset = _find_dataset(training_data, collate_fn, config)
     refuse_recording("initialize")
@@ -166,7 +167,12 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
 
 
 def _planned(
-    model: nn.Module, optimizer: object, source: SampleSource, loss_fn: object, tp_plan: Plan | None
+    model: nn.Module,
+    optimizer: object,
+    source: SampleSource,
+    loss_fn: object,
+    tp_plan: Plan | None,
+    others: tuple[object, ...],
 ) -> Config:
     """Return the config of `config="auto"`; collective. See `choose_config`.
 
@@ -174,6 +180,9 @@ def _planned(
     callable that makes the optimizer.
     """
     data = source.training_data
+    _find_dataset(data, source.collate_fn, Config())
+    if any(others) or hasattr(optimizer, "hook_over"):
+        raise ValueError("config='auto': expected no outer_step, gradient_hook or OneBitAdam: give a config")
     if is_loader(data):
         raise ValueError("config='auto': expected a Dataset as training_data, got a loader with a batch size")
     world = start_world(use_device(None), Config().watchdog_s)

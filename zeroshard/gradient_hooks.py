@@ -142,7 +142,7 @@ class GradientHook:
 
     def drop(self) -> None:
         """Note that the backward has failed, whose gradients the hook may have seen."""
-        if self._called and self.saved():
+        if self._called and self._needed is None and self.saved():
             warn_user(
                 f"a backward has failed after {self.name} had begun: the state of the hook may hold parts of "
                 "gradients that were dropped. Load the last checkpoint to be rid of them"
@@ -156,7 +156,8 @@ class GradientHook:
             return self.state
         slots = (name for kind in type(self.state).__mro__ for name in getattr(kind, "__slots__", ()))
         names = [*getattr(self.state, "__dict__", ()), *slots]
-        return {name: getattr(self.state, name) for name in names if hasattr(self.state, name)}
+        own = (name for name in names if name != "__weakref__" and hasattr(self.state, name))
+        return {name: getattr(self.state, name) for name in own}
 
     def saved(self) -> dict[Any, Any]:
         """Return the values of the state but process groups, for a checkpoint."""

@@ -358,7 +358,7 @@ def find_folder(folder: Path, outer: Axis) -> Path:
         ValueError: there are checkpoints of another number of replicas.
     """
     saved = sorted(folder.glob("replica-*"))
-    if not saved or outer.size == 1:
+    if not saved or (outer.size == 1 and (folder / "latest").exists()):
         return folder
     if len(saved) != outer.size:
         raise ValueError(

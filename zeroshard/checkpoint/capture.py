@@ -220,8 +220,8 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
 def _require_replicas(axis: Axis, held: Iterable[TensorSlice]) -> None:
     """Refuse to save one value for all ranks where ranks have different ones; collective."""
     facts = [f"'{part.name}' with checksum {_crc_of(part.data)}" for part in held]
-    why = "save_checkpoint: post_localSGD_hook has let ranks go apart: {}. Average the parameters first, and "
-    why += "leave out states that differ with optimizer=False"
+    why = "save_checkpoint: post_localSGD_hook has let ranks go apart: {}. Average p.data of each before, in "
+    why += "place, and leave out states that differ with optimizer=False"
     require_same(axis, facts, lambda found: RuntimeError(why.format(found)))
 
 

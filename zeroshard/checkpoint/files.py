@@ -99,13 +99,21 @@ class CheckpointPlace:
         return self.folder / f".{self.tag}.{self.generation}.tmp"
 
 
+def check_free(folder: Path, tag: str) -> None:
+    """Raise ValueError if the name of a tag is a directory."""
+    if (folder / tag).is_dir():
+        raise ValueError(f"tag: '{folder / tag}' is a directory: expected another tag")
+
+
 def open_place(folder: Path, tag: str) -> CheckpointPlace:
     """Make the directory for a new generation of `tag`; what an earlier writer left of it is removed.
 
     Raises:
         OSError: the folder can't be written to.
+        ValueError: the name of the tag is a directory.
     """
     make_folder(folder)
+    check_free(folder, tag)
     current = _read_pointer(folder, tag)
     is_named = current is not None and (folder / current / MANIFEST).is_file()
     known = dict(_generations(folder, tag))

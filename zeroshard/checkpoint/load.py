@@ -129,6 +129,7 @@ def _load(
         loading = _Loading(parts, find(folder, tag), restore_hyperparameters, convert_states)
         if folder != as_folder(dir):
             check_kept(folder, loading.stored.manifest.averages, parts.averages)
+            loading.readers = runtime.context.axes.dp
         prepared.append(loading)
         return loading.stored.directory.name, loading.own if runtime.context.axes.pp.size > 1 else None
 
@@ -183,6 +184,8 @@ class _Loading:
         self.stored = stored = open_checkpoint(directory)
         self.values = _read_values(stored, self._runtime.context.device)
         model = read_model(self._runtime)
+        self.readers = self._runtime.context.axes.readers
+        """The ranks of whose places in data and random numbers it has one each."""
         self.names = self._match_parameters(model.aliases)
         """The stored name of each parameter."""
         self.own: PartNames = self.names, _others(model.buffers, model.extra)
@@ -269,8 +272,8 @@ class _Loading:
         if saved or (hook is not None and hook.saved()):
             warn_user(
                 f"'{self.stored.directory}' holds the state of a gradient hook on {len(saved)} ranks, and "
-                f"the engine has none, or other units, or {axis.size} ranks: it is not loaded, and what "
-                "compression has left out is lost"
+                f"the engine has none, or other units, or {axis.size} ranks: it is not loaded, and a hook "
+                "keeps its present state"
             )
         return None
 
@@ -355,10 +358,10 @@ class _Loading:
 
     def _restore_place(self) -> None:
         """Let the DataLoader go on at its place."""
-        loader, axes = self._parts.loader, self._runtime.context.axes
+        loader = self._parts.loader
         places, data = self.values.places_in_data, self.stored.manifest.data
         if isinstance(loader, GivenLoader):
-            loader.load_states(places, axes.dp.rank, axes.dp.size)
+            loader.load_states(places, self.readers.rank, self.readers.size)
         elif loader is not None and data is not None:
             loader.load_state_dict(asdict(data))
         elif loader is not None and places:
@@ -370,7 +373,7 @@ class _Loading:
     def restore_rng(self) -> None:
         """Let the random numbers of this rank go on, or begin where the checkpoint has none for it."""
         axes, saved, manifest = self._runtime.context.axes, self.values.rng, self.stored.manifest
-        rank, num_parts = axes.dp.rank, manifest.written_by.get(NUM_PARTS, 1)
+        rank, num_parts = self.readers.rank, manifest.written_by.get(NUM_PARTS, 1)
         num_saved = len(saved) // num_parts
         if rank < num_saved:
             part = axes.pp.rank if axes.pp.size == num_parts else 0

@@ -363,13 +363,15 @@ class GivenLoader:
         """Go on at the place of a rank, out of the places of all data-parallel ranks.
 
         At another number of ranks such a place has no meaning: a warning says so, and the next iteration is
-        the epoch after, or the next one of the loader if there are no places.
+        the epoch after. Without any places the loader stays where it is, also with a warning.
         """
         if len(states) == num_ranks:
             self.load_state_dict(states[rank])
-        else:
-            epoch = parse_place(states[0]).next_epoch if states else self.num_epochs
+        elif states:
+            epoch = parse_place(states[0]).next_epoch
             self._skip_to(epoch, f"places of {len(states)} data-parallel ranks", f"{num_ranks}")
+        else:
+            warn_user("training_data: the checkpoint has no place of a loader: the data begin where they are")
 
     def _skip_to(self, epoch: int, saved: str, present: str) -> None:
         warn_user(

@@ -7,9 +7,9 @@
 
 A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
-its backward in any case. A Sequential whose parameters are not gathered may recompute runs of units, and runs
-in runs, by Rotor's plan: nested checkpoints carry it out. The measured unit of a kind stands for all with the
-same class and parameters.
+its backward in any case. Tensor ranks choose alike, as recomputed layers exchange again. A Sequential whose
+parameters are not gathered may recompute runs of units, and runs in runs, by Rotor's plan: nested checkpoints
+carry it out. The measured unit of a kind stands for all with the same class and parameters.
 """
 
 from __future__ import annotations
@@ -300,8 +300,12 @@ class Budget:
         is_first = self._steps == PROBED
         if self._moving is not None and is_first:
             self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
-        costs, stages = zip(*(kind.costs(self._link) for kind in self._kinds), strict=True)
-        link, others = self._link or NO_LINK, self.take_peak()
+        is_chain = self._is_chain and all(kind.seconds[0] for kind in self._kinds)
+        measured = [kind.costs(self._link) for kind in self._kinds]
+        found = measured, self._link or NO_LINK, self.take_peak(), self._largest[0], is_chain
+        everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
+        measured, link, others, largest, is_chain = everyone[0]
+        costs, stages = zip(*measured, strict=True)
         if self._device.type != "cpu":
             taken = [
                 next((option for option in unit.options if option.name == name), unit.options[0])
@@ -313,8 +317,7 @@ class Budget:
         self.plan, self.tree = choose_keeping(costs, room, link), None
         self._name(option.name for option in self.plan.options)
         times: Iterable[float] = self.plan.times
-        is_chain = self._is_chain and all(kind.seconds[0] for kind in self._kinds)
-        chain = plan_chain(stages, self._largest[0], room) if is_chain else None
+        chain = plan_chain(stages, largest, room) if is_chain else None
         if chain is not None and (chain.seconds < self.plan.seconds or self.plan.peak > room):
             # Rotor's plan, where a choice for each unit is slower or does not fit.
             self.tree, depths = chain.tree, dict(_depths(chain.tree))

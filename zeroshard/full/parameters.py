@@ -189,7 +189,7 @@ def _write_back(runtime: Runtime, shown: Sequence[tuple[Whole, ShownParameter]],
         return {whole.sharded.fqn: whole.digest(parameter) for whole, parameter in shown}
 
     firsts: dict[str, bytes] = {}
-    for edits in on_all(runtime.context.axes.world, "agreement on edited parameters", look):
+    for edits in on_all(runtime.context.axes.savers, "agreement on edited parameters", look):
         for name, edit in edits.items():
             if firsts.setdefault(name, edit) != edit:
                 raise RuntimeError(

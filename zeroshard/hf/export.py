@@ -153,6 +153,8 @@ class Format:
 
     def __post_init__(self) -> None:
         self.dtype = None if self.dtype is None else parse_dtype(self.dtype)
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes: expected at least 1, got {self.max_shard_bytes}")
 
     def save_tokenizer(self, folder: Path) -> None:
         """Save the tokenizer, if there is one."""

@@ -13,6 +13,7 @@ Signs of all parameters go together: a rank sends one message to each other rank
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ class OneBitAdam(ChecksRanges):
     says so: signs cannot say zero. DeepSpeed has a mask for such elements, `exp_avg_mask`.
 
     Gradients of ranks differ after the warm-up, so clipping and `nonfinite` are refused. Checkpoints hold
-    the errors of each rank, which DeepSpeed drops; with another number of ranks these begin anew.
+    the errors of each rank, which DeepSpeed drops; with another number of ranks these are not loaded.
 
     Args:
         params: parameters, of any shape, or groups of them.
@@ -151,11 +152,12 @@ class OneBitAdam(ChecksRanges):
             F.pad(momentum, (0, error.numel() - momentum.numel())).view_as(error) + error
             for momentum, error in zip(momenta.values(), workers, strict=True)
         ]
+        dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))  # of the scales
         received = _trade(axis, _compress(values, sizes, workers), label)
-        means = _decompress(received, widths, values[0].dtype).mean(0, keepdim=True).split(widths, dim=1)
+        means = _decompress(received, widths, dtype).mean(0, keepdim=True).split(widths, dim=1)
         values = [mean + error for mean, error in zip(means, servers, strict=True)]
         received = _trade(axis, _compress(values, served, servers).expand(num, -1), label)
-        results = _decompress(received, widths, values[0].dtype).split(widths, dim=1)
+        results = _decompress(received, widths, dtype).split(widths, dim=1)
         for momentum, result in zip(momenta.values(), results, strict=True):
             momentum.copy_(result.reshape(-1)[: momentum.numel()])
 

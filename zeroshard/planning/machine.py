@@ -146,6 +146,9 @@ class Cluster:
     is_measured: bool = False
 
     def __post_init__(self) -> None:
+        for key in ("num_ranks", "ranks_per_node", "efficiency"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"cluster {self.name!r}: expected {key} above 0, got {getattr(self, key)}")
         rates = ("network", self.num_ranks, self.network), ("between", self.num_nodes, self.between)
         for key, num, rate in rates:
             if num > 1 and not rate:

@@ -310,7 +310,8 @@ class Predictor:
             return self._held(replace(choice, stage=0, tiers=TIERS[0], bits=BITS[0]))
         if choice.recompute == "auto":
             least = self.usage(choice.tp, "unit", choice.samples)
-            return (max(least, self.room - self.states(choice)[0].peak),)
+            most = self.usage(choice.tp, "none", choice.samples)
+            return (min(most, max(least, self.room - self.states(choice)[0].peak)),)
         return (self.usage(choice.tp, choice.recompute, choice.samples),)
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
@@ -335,13 +336,26 @@ class Predictor:
     def _estimated(self, choice: Choice, accumulates: bool) -> list[Estimate]:
         shared = Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
         config, setting, units, *_ = self._plans(shared, accumulates)
-        found, (runs, _) = [], self.cut(choice.pp * choice.chunks)
+        found, (runs, blocks) = [], self.cut(choice.pp * choice.chunks)
         for rank in range(choice.pp):
-            placed = zip(runs, placement(choice), strict=True)
-            own = sorted({0}.union(*(run for run, place in placed if place == rank)))
-            part = [units[number] for number in own], 0
+            chunks = [number for number, place in enumerate(placement(choice)) if place == rank]
+            own = sorted(number for chunk in chunks for number in runs[chunk] if number)
+            root = (
+                [units[0]]
+                if choice.pp == 1
+                else self._root_in([blocks[c] for c in chunks], choice.tp, setting)
+            )
+            part = [*root, *(units[number] for number in own)], 0
             found.append(estimate_of_rank(part, setting, config, States(bits=choice.bits), DryRun()))
         return found
+
+    def _root_in(self, chunks: Sequence[range], tp: int, setting: Setting) -> list[UnitPlan]:
+        """Return the plan of the root with those of its parameters that the modules of some chunks have."""
+        names = chain.from_iterable(map(self.outline.chunk, chunks))
+        inside = {module for name in names for module in self.subject.model.get_submodule(name).modules()}
+        root = self.specs(tp)[0]
+        own = [one for one in root.originals if any(module in inside for module, _ in one.owners)]
+        return plan_units([replace(root, originals=own)], setting)
 
     def bytes(self, choice: Choice) -> Estimate:
         """Return the bytes of the pipeline rank that has most."""

@@ -191,7 +191,7 @@ def time_units(subject: Subject, tp: int, device: torch.device) -> Callable[[int
         runs.to_empty(device=device)
         for parameter in runs.parameters():
             parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()
-        values = dict(subject.model.named_buffers())
+        values = dict(subject.model.named_buffers(remove_duplicate=False))
         for name, buffer in runs.named_buffers():
             buffer.zero_() if values[name].is_meta else buffer.copy_(values[name])
     alike = [(type(spec.module), *(p.shape for p in spec.module.parameters())) for spec in specs]

@@ -30,7 +30,7 @@ from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import LossOf
 from zeroshard.memory.estimate import Estimate
-from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
+from zeroshard.parallel.pipeline.profile import SampleSource, same_random_numbers, sample_of
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, Probes, measure_machine
 from zeroshard.planning.predict import (
@@ -68,6 +68,7 @@ class SearchResult(NamedTuple):
 def places(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
     """Yield the nearest variant of each place: nothing is offloaded or computed again."""
     cluster = predictor.cluster
+    predictor.profiles(1)  # what is wrong with the model or the cluster is an error
     for tp, pp in product(_POWERS, _POWERS):
         if cluster.num_ranks % (tp * pp) or tp > min(most_tp, cluster.ranks_per_node) or pp > most_pp:
             continue
@@ -319,7 +320,7 @@ def choose_config(
     Raises:
         ValueError: there is nothing to measure with; or no configuration fits.
     """
-    is_known = source.training_data is not None or hasattr(model, "config")
+    is_known = source.training_data is not None or hasattr(getattr(model, "config", None), "get_text_config")
     if not is_known or sample_of(model, source, 1) is None:
         raise ValueError(
             "config='auto': expected training_data, whose samples are measured, or a causal language model "
@@ -328,14 +329,17 @@ def choose_config(
     subject = Subject(model, lambda num: _loss_of(model, source, num), tp_plan=tp_plan)
     ranks = Ranks(world, subject, SAMPLES_PER_RANK * world.size)
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= most[0] and world.size % tp == 0]
-    for _ in range(_ROUNDS):
-        ranks.measure(tensor, _MEASURED)
+    try:
+        with same_random_numbers(world.device):
+            for _ in range(_ROUNDS):
+                ranks.measure(tensor, _MEASURED)
+    finally:
+        ranks.close()
 
     def best() -> dict[str, Any]:
         predictor = ranks.predictor()
         return predictor.config(search(predictor, bits=(bits,), num_best=1, most=most).best[0].choice)
 
-    ranks.close()
     return Config.parse(on_first(world, "plan of config='auto'", best))
 
 

@@ -185,7 +185,7 @@ def plan_division(
         raise ValueError(
             f"mesh.tp={num_ranks}: {type(model).__name__} has no plan of its own, as many models of "
             "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
-            "'layers.*.down': 'rowwise', ...}"
+            "'layers.*.down': 'rowwise', ...}; layers of Conv1D (GPT-2) cannot be divided"
         )
     along_sequence = any(LayerPlan.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
     if by_sequence and not along_sequence:
