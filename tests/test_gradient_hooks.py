@@ -181,7 +181,7 @@ def test_ranks_of_post_local_sgd_go_apart_as_in_ddp_and_are_saved_where_they_agr
         train(engine, range(2, 4))
         got = [p.detach() for p in engine.parameters()]
         assert not differ(got, want)
-        with pytest.raises(RuntimeError, match=r"has let ranks go apart: .*Average the parameters"):
+        with pytest.raises(RuntimeError, match=r"has let ranks go apart: .*Average p.data"):
             engine.save_checkpoint(tmp_path)
         with pytest.raises(RuntimeError, match="ranks have different gradients"):
             engine.clip_grad_norm_(1.0)

@@ -180,7 +180,7 @@ def save_and_resume(folder):
 
 def resume_on_others(folder):
     engine = start()
-    with pytest.warns(UserWarning, match="what compression has left out is lost"):
+    with pytest.warns(UserWarning, match="a hook keeps its present state"):
         engine.load_checkpoint(folder, f"{WARM_UP + 2}")
     assert engine.optimizer.is_frozen
     return len(engine.optimizer.left.errors)
