@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25277,
-    "statements of the package": 20882,
-    "tokens of the package": 246610,
-    "lines of code of the core": 7953,
-    "statements of the core": 6895,
-    "tokens of the core": 74222,
+    "lines of code of the package": 25330,
+    "statements of the package": 20922,
+    "tokens of the package": 247088,
+    "lines of code of the core": 7960,
+    "statements of the core": 6899,
+    "tokens of the core": 74253,
     "lines of code of examples, benchmarks and tools": 8002,
     "lines of the longest file": 600,
     "booleans of the core": 33,
@@ -43,7 +43,7 @@ BUDGETS = {
     "modules that one other module imports": 21,
     "files of a step, two ranks": 28,
     "files of a step, one rank, offload": 29,
-    "words in docs/": 44862,
+    "words in docs/": 44869,
 }
 
 CORE = (
