@@ -283,6 +283,32 @@ def test_checkpoints_that_do_not_fit_the_replicas_are_refused(tmp_path):
     assert "checkpoints of other steps" in message(lambda: engine.load_checkpoint(tmp_path))
 
 
+@on_ranks(2)
+def test_replicas_that_load_one_checkpoint_draw_random_numbers_of_their_own(tmp_path):
+    plain = start(None)
+    torch.manual_seed(dist.get_rank())
+    plain.save_checkpoint(tmp_path, "one")
+    engine = start(zeroshard.OuterStep.periodic_averaging(2))
+    engine.load_checkpoint(tmp_path)
+    drawn = [None, None]
+    dist.all_gather_object(drawn, torch.rand(4).tolist())
+    assert drawn[0] != drawn[1]
+    train(engine, range(2))
+    engine.save_checkpoint(tmp_path / "two")
+    assert "load '" in message(lambda: start(None).load_checkpoint(tmp_path / "two"))
+
+
+@on_ranks(2)
+def test_a_replica_may_be_edited_alone_and_not_fall_a_step_behind():
+    engine = start(zeroshard.OuterStep.periodic_averaging(4))
+    train(engine, range(2))
+    engine.load_state_dict({"first.bias": torch.zeros(WIDTH).double()}, strict=False)
+    assert not engine.full_parameter("first.bias").any()
+    if engine._axes.outer.rank:
+        with pytest.raises(RuntimeError, match="would be a step behind the others"):
+            engine.step()
+
+
 def test_an_outer_step_that_cannot_be_is_refused():
     cases = [
         ({"every": 0}, "every"),

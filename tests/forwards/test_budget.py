@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -165,6 +166,23 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, num_ranks, conf
     kind, steps = kind_of("Llama"), PLANNED + 1
     found = ranks(num_ranks, divided, {**config, "recompute": "auto"}, adamw, kind=kind, steps=steps)
     compare(found, plain(adamw, kind=kind, steps=steps), losses=1e-6, norms=1e-5, values=1e-6)
+
+
+def choices_of_tensor_ranks():
+    config = {"stage": 0, "mesh": {"tp": 2}, "recompute": "auto", "memory_budget": room_for(3)}
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    engine = zeroshard.initialize(build(), adamw, config, tp_plan=plan).engine
+    if dist.get_rank():
+        engine._runtime.budget.take_peak = lambda: 10**9  # by itself it would have no room
+    train(engine, PLANNED + 1)
+    return names(engine)
+
+
+def test_tensor_ranks_choose_alike_whatever_each_has_measured(ranks):
+    """A recomputation of divided layers adds up over them again."""
+    one, other = ranks(2, choices_of_tensor_ranks)
+    assert one == other
+    assert "keep" in one
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -200,7 +200,10 @@ def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
     choice = Choice(stage=stage, pp=2)
     expected = zeroshard.estimate(llama(), 4, four.config(choice))
     found = max(four.states(choice), key=lambda one: one.peak)
-    assert found.peak == pytest.approx(expected.peak, rel=0.03)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        *(expected.parameters, expected.gradients, expected.optimizer),
+    )
+    assert found.peak == pytest.approx(expected.peak, rel=0.03)  # it is gathered in another order
 
 
 # ----------------------------------------------------------------------------------------------- search
