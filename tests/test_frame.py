@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25330,
+    "lines of code of the package": 25332,
     "statements of the package": 20922,
-    "tokens of the package": 247088,
+    "tokens of the package": 247094,
     "lines of code of the core": 7960,
     "statements of the core": 6899,
     "tokens of the core": 74253,

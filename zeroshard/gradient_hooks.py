@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.random import RandomState
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -162,7 +162,9 @@ class GradientHook:
     def saved(self) -> dict[Any, Any]:
         """Return the values of the state but process groups, for a checkpoint."""
         values = {key: value for key, value in self._values().items() if not isinstance(value, ProcessGroup)}
-        return {key: v.get_state() if isinstance(v, RandomState) else v for key, v in values.items()}
+        return {
+            key: v.get_state() if isinstance(v, np.random.RandomState) else v for key, v in values.items()
+        }
 
     def fits(self, record: Mapping[str, Any]) -> bool:
         """Return True if a record of `to_files` is of the same buckets."""
@@ -184,7 +186,7 @@ class GradientHook:
         present, state = self._values(), self.state
         put: Any = state.__setitem__ if isinstance(state, dict) else functools.partial(setattr, state)
         for name, value in pytree.tree_unflatten(leaves, form).items():
-            if isinstance(random := present.get(name), RandomState):
+            if isinstance(random := present.get(name), np.random.RandomState):
                 random.set_state(pytree.tree_map_only(Tensor, lambda key: key.cpu().numpy(), value))
             else:
                 put(name, value)

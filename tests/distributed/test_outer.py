@@ -52,7 +52,7 @@ def batch(step, rank):
 
 def start(outer_step, optimizer=adamw, *, seed=0, stage=3, group=None, **config):
     model = build(seed)
-    config = {"stage": stage, "shard_group_size": group, "units": ["Linear"], **config}
+    config = {"stage": stage, "shard_group_size": group if stage else None, "units": ["Linear"], **config}
     return zeroshard.initialize(model, optimizer, config, outer_step=outer_step).engine
 
 
