@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,3 +87,9 @@ def waits_for_memory_of_the_host(device: str | torch.device) -> set[Kind]:
 def test_memory_whose_device_is_spelled_cpu_is_the_host_s(ranks: Ranks) -> None:
     assert ranks(1, waits_for_memory_of_the_host, "cpu") == [set()]
     assert ranks(1, waits_for_memory_of_the_host, torch.device("cpu")) == [{Kind.SYNC}]
+
+
+def test_no_module_keeps_a_function_that_is_patched() -> None:
+    """A module that is first imported over the pretend device would keep its function for ever."""
+    sources = Path(zeroshard.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if re.search(r"import .*\bhas_streams\b", path.read_text())] == []

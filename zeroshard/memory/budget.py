@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.assemble import read_setting
+from zeroshard.comm import streams
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.optim.adopted import num_bits, rule_of
@@ -56,7 +56,7 @@ def check_room(
     if config.offload.optimizer == config.offload.parameters == "none":
         return
     by_parts = optimizer is not None and is_known(optimizer)
-    host_computes = not has_streams(device)
+    host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=by_parts)
 
     def check() -> None:

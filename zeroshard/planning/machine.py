@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.comm import streams
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.streams import Stopwatch, has_streams
+from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards.budget import measure_link
 from zeroshard.memory.budget import host_bytes_free
 from zeroshard.sharded import Sharded, shard
@@ -67,6 +68,7 @@ def measure_machine(folder: Path | None = None) -> Machine:
         OSError: the file cannot be made, written or read.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    has_streams = streams.has_streams(device)
     width = _WIDTHS.get(device.type, 8192)
 
     def rate(amount: float, work: Callable[[], object]) -> float:
@@ -84,14 +86,14 @@ def measure_machine(folder: Path | None = None) -> Machine:
         flops[str(dtype).removeprefix("torch.")] = rate(2 * width**3, product)
     near, other = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     links: dict[str, float] = {}
-    if has_streams(device):
+    if has_streams:
         far = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         links = asdict(measure_link(device, far))
     free = host_bytes_free()
     return Machine(
-        device=torch.get_device_module(device).get_device_name(device) if has_streams(device) else "cpu",
-        num_devices=torch.accelerator.device_count() if has_streams(device) else 1,
-        device_bytes=torch.accelerator.get_memory_info(device)[1] if has_streams(device) else free,
+        device=torch.get_device_module(device).get_device_name(device) if has_streams else "cpu",
+        num_devices=torch.accelerator.device_count() if has_streams else 1,
+        device_bytes=torch.accelerator.get_memory_info(device)[1] if has_streams else free,
         host_bytes=free,
         flops=flops,
         bandwidth=rate(2 * _BYTES, lambda: other.copy_(near)),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.streams import has_streams
+from zeroshard.comm import streams
 from zeroshard.config.sections import Config
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
@@ -185,7 +185,7 @@ def time_units(subject: Subject, tp: int, device: torch.device) -> Callable[[int
     micro-batch. The function takes the samples of a micro-batch, and gives the seconds of forward and
     backward of all units, [units, 2], without exchanges.
     """
-    own = subject.setting(tp, not has_streams(device))
+    own = subject.setting(tp, not streams.has_streams(device))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         runs, specs, _ = prepared(subject.model, *own, subject.tp_plan)
         runs.to_empty(device=device)
@@ -198,7 +198,7 @@ def time_units(subject: Subject, tp: int, device: torch.device) -> Callable[[int
     groups = [[at for at, other in enumerate(alike) if other == one] for one in alike]
 
     def read() -> Any:
-        if has_streams(device):
+        if streams.has_streams(device):
             torch.accelerator.synchronize(device)
         return np.array([time.perf_counter()])
 
