@@ -24,7 +24,7 @@ from transformers import MixtralForCausalLM
 
 import record
 import zeroshard
-from before import run_on_cpu
+from before import run_on_ranks
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import switch
@@ -94,4 +94,4 @@ def measure(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), measure))
+    sys.exit(run_on_ranks(__file__, parse(), measure))

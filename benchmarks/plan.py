@@ -28,7 +28,7 @@ import transformers
 
 import record
 import zeroshard
-from before import run_on_cpu
+from before import run_on_ranks
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.predict import Choice
@@ -161,4 +161,4 @@ def report(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), report))
+    sys.exit(run_on_ranks(__file__, parse(), report))
