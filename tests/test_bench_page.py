@@ -143,3 +143,15 @@ def test_the_tables_of_a_page_are_those_of_the_documents(file: Path, by_hand: in
     rest, number = re.subn(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
     assert len(re.findall(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE)) <= by_hand
     assert number == text.count("<!-- end -->") > 0
+
+
+def test_benchmarks_find_what_they_import_of_each_other() -> None:
+    sources = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    missing = [
+        f"{stem} imports {name} of {module}"
+        for stem, source in sources.items()
+        for module, names in re.findall(r"^from (\w+) import (\([^)]*\)|.*)$", source, re.MULTILINE)
+        for name in re.findall(r"\w+", names)
+        if module in sources and not re.search(rf"^(\w.*)?\b{name}\b", sources[module], re.MULTILINE)
+    ]
+    assert missing == []
