@@ -117,14 +117,6 @@ def quality(*documents: Document) -> Table:
     return Table((f"{task}: {unit}", *titles), rows)
 
 
-def rates(*documents: Document) -> Table:
-    """The learning rates that were chosen for each method with its own delays."""
-    tasks = [one.field("rows", 0, "task") for one in documents]
-    chosen = [one.field("rates", "own") for one in documents]
-    rows = [(TITLES[name], *(f"{own[name]:g}" for own in chosen)) for name in chosen[0]]
-    return Table(("learning rate", *tasks), rows)
-
-
 def _settings(groups: Iterable[tuple[str, int, str]]) -> list[tuple[int, str]]:
     """The depths and settings that runs have, those of large rates first."""
     found = {(ranks, setting) for _, ranks, setting in groups}

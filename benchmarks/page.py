@@ -35,7 +35,6 @@ OF_DOCS = {
     **tables.TABLES,
     "asynchronous": asynchronous_report.quality,
     "asynchronous_times": asynchronous_report.times,
-    "asynchronous_rates": asynchronous_report.rates,
     "asynchronous_ranks": asynchronous_report.on_ranks,
 }
 """The kinds of tables in pages of docs/."""

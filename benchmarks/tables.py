@@ -343,11 +343,22 @@ def unit_cost(*documents: Document) -> Table:
     return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows, drawn=(1, 2))
 
 
+def experts(*documents: Document) -> Table:
+    """Tokens a second of models with experts, by the way that transformers runs them."""
+    cells: dict[str, list[str]] = {}
+    columns = ["trained by"]
+    for one in documents:
+        columns += [f"{kind}, ranks: {one.field('settings', 'ranks')}" for kind in ("eager", "grouped_mm")]
+        for row in one.field("rows"):
+            cells.setdefault(row["trained by"], []).append(Cell(f"{row['tokens/s']:,}", row["tokens/s"]))
+    return Table(tuple(columns), [(name, *of_row) for name, of_row in cells.items()])
+
+
 TABLES: dict[str, Callable[..., Table]] = {
     made.__name__: made
     for made in (
         *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload, offload_rss),
-        *(offload_gpu, pipeline, pipeline_async, tensor_parallel, qlora, unit_cost),
+        *(offload_gpu, pipeline, pipeline_async, tensor_parallel, qlora, unit_cost, experts),
     )
 }
 

@@ -20,6 +20,7 @@ import suite  # noqa: E402
 import tables  # noqa: E402
 
 PUBLISHED = {
+    "experts": ["experts_1", "experts_2"],
     "step_time": ["step_time_2ranks_batch1"],
     "memory": ["memory"],
     "rss": ["rss_2ranks_fp32_batch1"],
