@@ -1,13 +1,15 @@
 """Small models, data and Trainers for the tests of integrations; run on ranks."""
 
 import os
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from tests.migrating import SECTIONS, blocks
 from zeroshard.integrations.transformers import ZeroShardMixin
 
 VOCABULARY, LENGTH = 64, 12
@@ -77,6 +79,14 @@ def largest_difference(one, other):
         return 0.0
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def execute(section, first_line, folder, names):
+    """Execute a block of docs/migrating.md in a folder of its own; `names` gets its names."""
+    (block,) = blocks(SECTIONS[section], first_line)
+    Path(folder, first_line).mkdir(exist_ok=True, parents=True)
+    with chdir(Path(folder, first_line)):
+        exec(block, names)
 
 
 @contextmanager

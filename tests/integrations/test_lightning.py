@@ -1,20 +1,53 @@
-"""A Trainer of Lightning with ZeroShardStrategy."""
+"""A Trainer of Lightning with ZeroShardStrategy, and as docs/migrating.md has it."""
 
 import pytest
 
 pytest.importorskip("lightning")
 
+import functools
+
 import torch
-from lightning.pytorch import Trainer
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.classifier import Classifier, loader
-from tests.integrations.runs import largest_difference
+from tests.integrations.runs import execute, largest_difference
 from tests.ranks import on_ranks
 from zeroshard.integrations.lightning import ZeroShardStrategy
 
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Classifier(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Dropout(0.1), nn.Linear(8, 3))
+        self.losses = []
+
+    def training_step(self, batch, number):
+        inputs, targets = batch
+        loss = F.cross_entropy(self.net(inputs), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, number):
+        inputs, targets = batch
+        self.log("val_loss", F.cross_entropy(self.net(inputs), targets), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def loader():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(24, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.abs().argmax(1) % 3), batch_size=2)
 
 
 def fit(strategy, folder, *, epochs=2, resume=None, **options):
@@ -101,3 +134,19 @@ def test_settings_in_the_wrong_place_are_named():
     for config, options, text in REFUSED:
         with pytest.raises(ValueError, match=text):
             fit(ZeroShardStrategy(config), None, **options)
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_a_trainer_of_lightning_becomes_one_with_the_same_losses_and_model(tmp_path):
+    modules = []
+    for first_line in ("Lightning", "zeroshard with Lightning"):
+        kind = functools.partial(Trainer, accelerator="cpu", devices=2, **QUIET)
+        module = Classifier()
+        torch.manual_seed(1)
+        execute("Lightning", first_line, tmp_path, {"Trainer": kind, "module": module, "loader": loader()})
+        modules.append(module)
+    ddp, ours = modules
+    assert len(ddp.losses) == 12
+    assert ours.losses == ddp.losses
+    assert largest_difference(ours.state_dict(), ddp.state_dict()) == 0

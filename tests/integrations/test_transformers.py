@@ -1,12 +1,15 @@
-"""The Trainer of transformers over an engine."""
+"""The Trainer of transformers over an engine; what docs/migrating.md makes of it, and of accelerate."""
 
+import functools
 import json
 import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2LMHeadModel,
@@ -14,14 +17,17 @@ from transformers import (
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
     TrainerCallback,
 )
 
+import zeroshard
 from tests.integrations.runs import (
     Texts,
     accelerate_state,
     arguments,
     build_model,
+    execute,
     full_state_dict,
     largest_difference,
     logged,
@@ -34,10 +40,10 @@ from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
 # ---------------------------------------------------------------------------------- losses and parameters
 
 
-def train_beside_ddp(folder, configs, **options):
-    """For DDP and each config: losses, norms and the loss of an evaluation; and the parameters."""
+def trained_beside_ddp(folder, **options):
+    """With DDP and at stage 3: losses, norms and the loss of an evaluation; and the parameters."""
     found = []
-    for config in (None, *configs):
+    for config in (None, {"stage": 3}):
         with accelerate_state():
             ours = trainer(folder, config, **options)
             ours.train()
@@ -46,13 +52,13 @@ def train_beside_ddp(folder, configs, **options):
     return found
 
 
-def test_accumulation_and_clipping_are_those_of_ddp(ranks, tmp_path):
+@on_ranks(2)
+def test_accumulation_and_clipping_are_those_of_ddp(tmp_path):
     options = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}  # the last step has 2
-    (numbers, state), *ours = ranks(2, train_beside_ddp, str(tmp_path), [{"stage": 3}], **options)[0]
-    assert len(numbers) == 5
-    for own_numbers, own_state in ours:
-        assert own_numbers == pytest.approx(numbers, abs=1e-6)
-        assert largest_difference(own_state, state) < 1e-5
+    (expected, state), (numbers, own_state) = trained_beside_ddp(tmp_path, **options)
+    assert dist.get_rank() or len(numbers) == 5  # rank 0 logs
+    assert numbers == pytest.approx(expected, abs=1e-6)
+    assert largest_difference(own_state, state) < 1e-5
 
 
 class Stream(IterableDataset):
@@ -64,12 +70,14 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.long
-def test_micro_batches_at_the_end_of_a_stream_count_in_the_next_epoch_as_with_ddp(ranks, tmp_path):
+@on_ranks(2)
+def test_micro_batches_at_the_end_of_a_stream_count_in_the_next_epoch_as_with_ddp(tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_steps": 5, "train_dataset": Stream()}
-    (expected, _), (losses, _) = ranks(2, train_beside_ddp, str(tmp_path), [{"stage": 3}], **options)[0]
-    assert len(losses) == 11
-    assert max(expected[:5]) > 1.5 * min(expected[:5])  # the Trainer logs three losses as one
+    (expected, _), (losses, _) = trained_beside_ddp(tmp_path, **options)
     assert losses == pytest.approx(expected, abs=1e-5)
+    if dist.get_rank() == 0:  # which logs
+        assert len(losses) == 11
+        assert max(expected[:5]) > 1.5 * min(expected[:5])  # the Trainer logs three losses as one
 
 
 class ZeroShardSeq2SeqTrainer(ZeroShardMixin, Seq2SeqTrainer):
@@ -100,12 +108,11 @@ def test_a_seq2seq_trainer_generates_what_that_of_ddp_does(tmp_path):
 
 @on_ranks(2)
 def test_data_that_are_not_divided_among_the_ranks_are_an_error(tmp_path):
-    text = r"zeroshard has 2 ranks, but accelerate .* 1 processes"
     with accelerate_state():
         ours = trainer(tmp_path, {})
         for state in (AcceleratorState, PartialState):
             state._shared_state["num_processes"] = 1
-        with pytest.raises(RuntimeError, match=text):
+        with pytest.raises(RuntimeError, match=r"zeroshard has 2 ranks, but accelerate .* 1 processes"):
             ours.train()
 
 
@@ -181,49 +188,46 @@ def test_a_checkpoint_of_another_trainer_is_refused_by_name(tmp_path):
     build_model().save_pretrained(tmp_path / "checkpoint-3")
     state = {"global_step": 3, "train_batch_size": 2}
     (tmp_path / "checkpoint-3/trainer_state.json").write_text(json.dumps(state))
-    text = r"checkpoint-3.*expected a checkpoint"
-    with accelerate_state(), pytest.raises(ValueError, match=text):
+    with accelerate_state(), pytest.raises(ValueError, match=r"checkpoint-3.*expected a checkpoint"):
         trainer(tmp_path, {}).train(resume_from_checkpoint=True)
 
 
 # --------------------------------------------------------------------------------------- half precision
 
 
-def train_in(folder, **options):
+def trained_in(dtype, folder, config, **options):
+    """A Trainer after its training; its engine computes in a dtype over float32."""
     with accelerate_state():
-        ours = trainer(folder, options.pop("config"), **options)
+        ours = trainer(folder, config, **options)
         ours.train()
-        engine = ours.engine
-        first = next(ours.model.parameters())
-        return {
-            "losses": logged(ours),
-            "lr": logged(ours, "learning_rate"),
-            "dtypes": (engine.config.precision.param_dtype, first.dtype),
-            "steps": (engine.global_step, engine.skipped_steps, ours.state.global_step),
-        }
+    assert ours.engine.config.precision.param_dtype == dtype
+    assert next(ours.model.parameters()).dtype == torch.float32
+    return ours
 
 
-def test_mixed_precision_of_the_arguments_is_that_of_the_engine(ranks, tmp_path):
-    plain, half = (ranks(2, train_in, str(tmp_path), config={}, bf16=bf16)[0] for bf16 in (False, True))
-    assert plain["dtypes"] == (None, torch.float32)
-    assert half["dtypes"] == (torch.bfloat16, torch.float32)
-    assert half["losses"] != plain["losses"]
-    assert half["losses"] == pytest.approx(plain["losses"], abs=0.02)
+@on_ranks(2)
+def test_mixed_precision_of_the_arguments_is_that_of_the_engine(tmp_path):
+    plain = logged(trained_in(None, tmp_path, {}))
+    half = logged(trained_in(torch.bfloat16, tmp_path, {}, bf16=True))
+    assert dist.get_rank() or half != plain
+    assert half == pytest.approx(plain, abs=0.02)
 
 
 @pytest.mark.long
-def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks, tmp_path):
+@on_ranks(2)
+def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(tmp_path):
     config = {"precision": {"param_dtype": "fp16", "loss_scale": {"start": 2.0**40}}}
-    got = ranks(2, train_in, str(tmp_path), config=config, fp16=True, gradient_accumulation_steps=2)[0]
-    assert got["dtypes"] == (torch.float16, torch.float32)
-    assert got["steps"] == (0, 3, 3)
-    assert got["lr"] == [1e-2] * 3
+    ours = trained_in(torch.float16, tmp_path, config, fp16=True, gradient_accumulation_steps=2)
+    assert (ours.engine.global_step, ours.engine.skipped_steps, ours.state.global_step) == (0, 3, 3)
+    assert dist.get_rank() or logged(ours, "learning_rate") == [1e-2] * 3
 
 
 # ----------------------------------------------------------------------------------- contradictory settings
 
 
 EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
+BATCH = {"auto_find_batch_size": True, "bf16_full_eval": True}
+OTHERS = {"deepspeed": "ds.json", "fsdp": "full_shard"}
 
 
 @pytest.mark.parametrize(
@@ -231,49 +235,32 @@ EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
     [
         ({"precision": "fp16"}, {"bf16": True}, "param_dtype: expected bfloat16, got float16"),
         ({"recompute": "unit"}, {"activation_checkpointing": True}, "recompute: expected 'none', got 'unit'"),
-        (
-            {},
-            {"auto_find_batch_size": True, "bf16_full_eval": True},
-            "bf16_full_eval: expected False, got True.*auto_find_batch_size",
-        ),
+        ({}, BATCH, "bf16_full_eval: expected False, got True.*auto_find_batch_size"),
         ({}, {"accelerator_config": {"even_batches": False}}, "even_batches: expected True"),
         ({}, {"save_on_each_node": True}, "save_on_each_node"),
         ({}, {"torch_compile": True}, r"torch_compile.*Config\(compile=True\) compiles units"),
-        (
-            {},
-            {"deepspeed": "ds.json", "fsdp": "full_shard"},
-            "deepspeed: expected None.*fsdp: expected",
-        ),
+        ({}, OTHERS, "deepspeed: expected None.*fsdp: expected"),
         (EARLY, {"max_grad_norm": 0.5}, "max_grad_norm: expected 0, got 0.5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(tmp_path, config, options, message):
-    of_libraries = {name: options.pop(name) for name in ("deepspeed", "fsdp") if name in options}
     with accelerate_state():
-        args = arguments(tmp_path, **options)
-        vars(args).update(of_libraries)
+        args = arguments(tmp_path, **({} if options is OTHERS else options))
+        vars(args).update(OTHERS if options is OTHERS else {})
         with pytest.raises(ValueError, match=message):
             join_arguments(Config.from_dict(config), args)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_settings_of_which_the_arguments_decide_are_refused_before_anything_is_made():
+    counts = {"gradient_accumulation_steps": 2, "checkpoint": {"keep_last": 1}, "loader": {"num_workers": 1}}
+    for config, message in (
         ({"mesh": {"tp": 2}}, r"^mesh\.tp: the Trainer gives each process other data"),
         ({"mesh": {"pp": 2}}, r"^the Trainer: expected mesh\.pp=1, got 2"),
-        (
-            {"gradient_accumulation_steps": 2, "checkpoint": {"keep_last": 1}, "loader": {"num_workers": 1}},
-            "gradient_accumulation_steps: expected 1, got 2; set .*loader: .*set save_total_limit of",
-        ),
-        (
-            {"device": "cuda", "clip_grad_norm": 0.5, "micro_batch_size": 3},
-            "max_grad_norm.*per_dev.*use_cpu",
-        ),
-    ],
-)
-def test_settings_of_which_the_arguments_decide_are_refused_before_anything_is_made(config, message):
-    with pytest.raises(ValueError, match=message):
-        ZeroShardSeq2SeqTrainer(zeroshard_config=config)
+        (counts, "gradient_accumulation_steps: expected 1, got 2; set .*loader: .*set save_total_limit of"),
+        ({"device": "cuda", "clip_grad_norm": 0.5, "micro_batch_size": 3}, "max_grad_norm.*per_dev.*use_cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ZeroShardSeq2SeqTrainer(zeroshard_config=config)
 
 
 def test_what_the_arguments_say_is_taken_over(tmp_path):
@@ -285,3 +272,55 @@ def test_what_the_arguments_say_is_taken_over(tmp_path):
     assert joined == Config(
         stage=2, precision=precision, gradient_accumulation_steps=3, micro_batch_size=2, device="cpu"
     )
+
+
+# --------------------------------------------------------------------------------------- docs/migrating.md
+
+
+def assert_same(folder, losses_by_first_line):
+    """Losses and the model that is saved are those of the script before."""
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 writes them
+    theirs, ours = (
+        GPT2LMHeadModel.from_pretrained(folder / name / "out").state_dict() for name in losses_by_first_line
+    )
+    expected, losses = losses_by_first_line.values()
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert largest_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_a_trainer_becomes_one_with_the_same_losses_and_model(tmp_path):
+    losses = {}
+    for first_line in ("Trainer", "zeroshard with a Trainer"):
+        names = {"Trainer": Trainer, "model": build_model(), "resume": None}
+        names |= {"train_dataset": Texts(16), "eval_dataset": Texts(4)}
+        with accelerate_state():
+            names["args"] = arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=2)
+            execute("the Trainer of transformers and TRL", first_line, tmp_path, names)
+        losses[first_line] = logged(names["trainer"])
+    assert_same(tmp_path, losses)
+
+
+@on_ranks(2)
+def test_an_accelerate_loop_becomes_one_with_the_same_losses_and_model(tmp_path):
+    losses = {}
+    # accelerate steps a schedule once for each process
+    for first_line, pace in (("accelerate", 2), ("zeroshard with accelerate", 1)):
+        model = build_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        names = {
+            "Accelerator": functools.partial(Accelerator, cpu=True),
+            "zeroshard": zeroshard,
+            "model": model,
+            "optimizer": optimizer,
+            "loader": DataLoader(Texts(16), batch_size=2),
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, pace, gamma=0.5),
+            "losses": losses.setdefault(first_line, []),
+        }
+        with accelerate_state():
+            execute("accelerate", first_line, tmp_path, names)
+        assert names["optimizer"].param_groups[0]["lr"] == 1e-2 * 0.5**2
+    assert_same(tmp_path, losses)

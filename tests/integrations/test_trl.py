@@ -1,7 +1,4 @@
-"""TRL's trainer over an engine: the losses of DDP over the same data.
-
-The other libraries are in files of their own, and in `test_documented.py`.
-"""
+"""TRL's trainer over an engine: the losses of DDP over the same data."""
 
 import pytest
 

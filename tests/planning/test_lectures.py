@@ -56,9 +56,10 @@ def test_without_replicas_and_transfers_pipedream_is_the_division_of_the_least_b
     assert [one.layers for one in found.stages] == list(runs) == [range(1), range(1, 5)]
 
 
-def test_the_walk_of_flexflow_finds_the_optimum_of_the_enumeration() -> None:
-    """On chains of 6 operations with 4 configurations each, for at least 95 of 100 seeds."""
-    assert sum(map(walk_finds_optimum, range(100))) >= 95
+@pytest.mark.parametrize("num", [pytest.param(100, marks=pytest.mark.long), 20])
+def test_the_walk_of_flexflow_finds_the_optimum_of_the_enumeration(num: int) -> None:
+    """On chains of 6 operations with 4 configurations each, for at least 95 % of the seeds."""
+    assert sum(map(walk_finds_optimum, range(num))) >= 0.95 * num
 
 
 def walk_finds_optimum(seed: int) -> bool:

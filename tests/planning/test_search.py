@@ -1,4 +1,6 @@
-"""Predictions by hand, bytes as the estimate has them, and the search against all predictions one by one."""
+"""Predictions by hand, bytes as the estimate has them, and the search against all predictions one by one.
+
+With `config="auto"` the ranks that are there are measured, and the model trains with what is found."""
 
 from __future__ import annotations
 
@@ -8,18 +10,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import zeroshard
 from tests.commands import failure, shown
-from tests.planning import models
+from tests.ranks import on_ranks
+from zeroshard.hf.pretrained import build_typical
 from zeroshard.memory.activations import loss_of_tokens
+from zeroshard.memory.estimate import Counted
+from zeroshard.planning import machine
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Choice, Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
@@ -39,13 +45,23 @@ GPU = Machine(
 FOUR = Cluster(name="four", machine=GPU, num_ranks=4, ranks_per_node=4, network=5e9, latency=1e-5)
 
 
-def llama() -> nn.Module:
+def llama(blocks: int = 4, width: int = 256, vocabulary: int = 8192) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=5 * width // 2,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    return transformers.LlamaForCausalLM(config)
+
+
+def predictor(cluster: Cluster = FOUR, samples: int = 16) -> Predictor:
     with torch.device("meta"):
-        return models.llama()
-
-
-def predictor(cluster: Cluster = FOUR, samples: int = 16, **given: Any) -> Predictor:
-    return Predictor(Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)), given), cluster, samples)
+        return Predictor(Subject(llama(), lambda num: loss_of_tokens((num, LENGTH))), cluster, samples)
 
 
 def profiles(seconds: Sequence[float], given: float = 4096) -> UnitProfiles:
@@ -64,21 +80,15 @@ def four() -> Predictor:
 # ---------------------------------------------------------------------------------------------- seconds
 
 
-def linears() -> nn.Module:
+def of_linears(network: float, num: int = 3, samples: int = 4, **given: float) -> Predictor:
+    """Some units; a forward of each takes a second, and its backward two."""
     with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
-
-
-def of_linears(cluster: Cluster, seconds: float) -> Predictor:
-    """Three units; a forward of each takes so long, and its backward twice that."""
-    own = profiles([seconds] * 3)
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(num)))
+    own = profiles([1.0] * num, **given)
     machine = replace(GPU, bandwidth=float("inf"))  # nothing but compute and exchanges takes time
-    cluster = replace(cluster, machine=machine, latency=0.0)
-    return Predictor(Subject(linears(), lambda _: _no_loss), cluster, 4, {1: {1: own, 2: own}})
-
-
-def _no_loss(model: nn.Module) -> torch.Tensor:
-    return model(torch.zeros(1, 1024)).sum()
+    cluster = replace(FOUR, network=network, machine=machine, latency=0.0)
+    subject = Subject(model, lambda _: lambda model: model(torch.zeros(1, 1024)).sum())
+    return Predictor(subject, cluster, samples, {1: {1: own, 2: own}})
 
 
 BYTES = 3 / 4 * 4 * 1024**2
@@ -97,17 +107,16 @@ BYTES = 3 / 4 * 4 * 1024**2
     ],
 )
 def test_a_step_is_what_compute_and_network_take_beside_each_other(stage, network, expected) -> None:
-    own = of_linears(replace(FOUR, network=network * BYTES), 1.0)
-    found = own(Choice(stage=stage))
-    exact = expected(1 / network)
+    found, exact = of_linears(network * BYTES)(Choice(stage=stage)), expected(1 / network)
     slack = 4.0 if network < 1 else 0.0  # compute that no exchange hides
     assert exact <= found.seconds <= exact + slack + 1e-9
     assert found.busy["compute"] == pytest.approx(9)
     assert found.bound == ("compute" if network > 1 else "network")
 
 
-def test_micro_batches_in_the_middle_count_as_often_as_they_are() -> None:
-    own = of_linears(replace(FOUR, network=1e30), 1.0)
+def test_micro_batches_in_the_middle_count_as_often_as_they_are_and_recomputation_adds_a_forward() -> None:
+    own = of_linears(1e30)
+    assert own(Choice(recompute="unit")).seconds == pytest.approx(12)
     for samples in (4, 8, 16, 40):
         own.samples = samples
         found = own(Choice(stage=2))
@@ -115,25 +124,16 @@ def test_micro_batches_in_the_middle_count_as_often_as_they_are() -> None:
         assert found.busy["compute"] == pytest.approx(9 * samples / 4)
 
 
-def test_recomputation_adds_a_forward() -> None:
-    own = of_linears(replace(FOUR, network=1e30), 1.0)
-    assert own(Choice(recompute="unit")).seconds == pytest.approx(12)
-
-
 def test_ranks_that_share_their_cores_with_exchanges_wait_for_each_of_them() -> None:
-    own = of_linears(replace(FOUR, network=BYTES), 1.0)
+    own = of_linears(BYTES)
     own.cluster = replace(own.cluster, machine=replace(own.cluster.machine, device="cpu"))
     own.on_cpu = True
     assert own(Choice(stage=3)).seconds == pytest.approx(9 + 8)
 
 
-def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
+def test_a_pipeline_is_what_its_simulator_says() -> None:
     """1F1B of equal chunks: (m + p - 1) times a forward and a backward, and the time of messages."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
-    cluster = replace(FOUR, machine=replace(GPU, bandwidth=float("inf")), network=1e30, latency=0.0)
-    own = Predictor(Subject(model, lambda _: _no_loss), cluster, 8, {1: {1: profiles([1.0] * 4, given=0)}})
-    found = own(Choice(stage=0, pp=4))
+    found = of_linears(1e30, num=4, samples=8, given=0)(Choice(stage=0, pp=4))
     assert found.seconds == pytest.approx((8 + 4 - 1) * 3)
     assert found.bubble == pytest.approx(3 / 11)
     assert draw(found, 33).splitlines()[3] == f"rank 3   |   {4 * 'FBBfbb'}      |"
@@ -152,11 +152,9 @@ def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -
     """The step of one H200 in benchmarks/results/offload_gpu_core.json, from the rates noted there."""
     document = json.loads(Path("benchmarks/results/offload_gpu_core.json").read_text(encoding="utf-8"))
     measured = next(row for row in document["rows"] if row["setting"] == "all on the GPU")
-    config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000, use_cache=False
-    )
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
     assert sum(p.numel() for p in model.parameters()) == measured["num_params"]
     flops = {"bfloat16": 1e12 * document["facts"]["bf16 matmul, TFLOP/s"]}
     machine = replace(CLUSTERS["8xH100"].machine, flops=flops, bandwidth=4e12, device_bytes=141 << 30)
@@ -172,25 +170,18 @@ def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -
 # ------------------------------------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_bytes_are_those_of_the_estimate(four: Predictor, stage: int) -> None:
-    model = llama()
+def test_bytes_are_those_of_the_estimate(four: Predictor) -> None:
     for choice in (
-        Choice(stage=stage, samples=2),
-        Choice(stage=stage, samples=4, recompute="unit"),
-        Choice(stage=stage, samples=1, bits=8, tiers=("cpu", "none")),
-        Choice(stage=stage, samples=4, tp=2),
+        Choice(samples=2),
+        Choice(samples=4, recompute="unit"),
+        Choice(samples=1, bits=8, tiers=("cpu", "none")),
+        Choice(samples=4, tp=2),
     ):
-        expected = zeroshard.estimate(
-            model,
-            4,
-            four.config(choice),
-            optimizer_bits=choice.bits,
-            num_tokens=(choice.samples, LENGTH),
-        )
-        found = four.bytes(choice)
-        assert found.peak == pytest.approx(expected.peak, rel=0.002)
-        assert (found.total, found.host) == (expected.total, expected.host)
+        counted = Counted(four.subject.model, (choice.samples, LENGTH))
+        for one in (replace(choice, stage=stage) for stage in range(4)):
+            expected, found = counted.on(4, four.config(one), optimizer_bits=one.bits), four.bytes(one)
+            assert found.peak == pytest.approx(expected.peak, rel=0.002)
+            assert (found.total, found.host) == (expected.total, expected.host)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -198,11 +189,10 @@ def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
     four: Predictor, stage: int
 ) -> None:
     choice = Choice(stage=stage, pp=2)
-    expected = zeroshard.estimate(llama(), 4, four.config(choice))
+    expected = zeroshard.estimate(four.subject.model, 4, four.config(choice))
     found = max(four.states(choice), key=lambda one: one.peak)
-    assert (found.parameters, found.gradients, found.optimizer) == (
-        *(expected.parameters, expected.gradients, expected.optimizer),
-    )
+    assert (found.parameters, found.gradients) == (expected.parameters, expected.gradients)
+    assert found.optimizer == expected.optimizer
     assert found.peak == pytest.approx(expected.peak, rel=0.03)  # it is gathered in another order
 
 
@@ -230,26 +220,23 @@ def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) 
         assert stages == ({0, 1, 2, 3} if exists else set())
 
 
-@pytest.mark.parametrize("room", [pytest.param(1 << 30, marks=pytest.mark.long), 150 << 20])
-def test_the_search_finds_what_all_predictions_find(four: Predictor, room: int) -> None:
-    four.cluster = replace(FOUR, machine=replace(GPU, device_bytes=room))
-    fastest = float("inf")
-    for choice in everything(four):
-        try:
-            if four.fits(four.bytes(choice)):
-                fastest = min(fastest, four(choice).seconds)
-        except ValueError:  # no such schedule
-            continue
-    for place in places(four):
+@pytest.mark.long_where(samples=[16])
+@pytest.mark.parametrize(("room", "samples"), [(1 << 30, 16), (150 << 20, 16), (150 << 20, 4)])
+def test_the_search_finds_what_all_predictions_find(room: int, samples: int) -> None:
+    own, fastest = predictor(replace(FOUR, machine=replace(GPU, device_bytes=room)), samples), float("inf")
+    for choice in everything(own):
         with contextlib.suppress(ValueError):  # no such schedule
-            assert bound(four, place) <= four(place).seconds * (1 + 1e-9)
-    found = search(four)
+            if own.fits(own.bytes(choice)):
+                fastest = min(fastest, own(choice).seconds)
+    for place in places(own):
+        with contextlib.suppress(ValueError):
+            assert bound(own, place) <= own(place).seconds * (1 + 1e-9)
+    found = search(own)
     assert found.best[0].seconds == pytest.approx(fastest)
     assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
-    assert all(four.fits(one.estimate) for one in found.best)
+    assert all(own.fits(one.estimate) for one in found.best)
     for one in found.best:
-        zeroshard.Config.from_dict(four.config(one.choice))
-    four.cluster = FOUR
+        zeroshard.Config.from_dict(own.config(one.choice))
 
 
 def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
@@ -262,13 +249,13 @@ def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
 
 
 def test_a_faster_network_is_named_where_it_would_change_the_step() -> None:
-    own = predictor(replace(FOUR, network=1e8))
+    own = predictor(replace(FOUR, network=1e8), samples=4)
     [line] = [line for line in explain(own, search(own)) if line.startswith("With twice the network")]
     assert "% less" in line
 
 
 def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=1 << 20, host_bytes=1 << 20)))
+    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=1 << 20, host_bytes=1 << 20)), samples=4)
     with pytest.raises(
         ValueError, match=r"no configuration fits into .* take more ranks, or shorter samples"
     ):
@@ -307,13 +294,43 @@ def test_the_command_prints_the_best_and_writes_a_config_that_runs(
 
 
 def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
-    from zeroshard.hf.pretrained import build_typical
-
     for num in (1e9, 7e9):
         found = sum(p.numel() for p in build_typical(int(num)).parameters())
         assert found == pytest.approx(num, rel=0.08)
 
 
-def test_a_budget_of_memory_is_for_whole_models() -> None:
-    with pytest.raises(ValueError, match=r"recompute='auto' needs mesh\.pp to be 1, got 2"):
-        zeroshard.Config.from_dict({"recompute": "auto", "mesh": {"pp": 2}})
+# ----------------------------------------------------------------------------- the ranks that are there
+
+
+@on_ranks(2)
+@mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64})  # measured in no time
+def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
+    model = llama(blocks=2, width=64, vocabulary=128)
+    engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "auto").engine
+    config = engine.config
+    num_data = num_ranks // (config.mesh.tp * config.mesh.pp)
+    assert config.mesh.tp == config.mesh.pp == 1  # nobody says that ranks get the same samples
+    assert num_data * config.micro_batch_size * config.gradient_accumulation_steps == 8 * num_ranks
+    tokens = torch.randint(128, (8, 16))
+    losses = [engine.train_batch({"input_ids": tokens}, tokens).item() for _ in range(3)]
+    assert losses[2] < losses[0]
+
+
+@on_ranks(2)
+@mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64})  # measured in no time
+def test_any_model_is_measured_with_its_samples(num_ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(4)))
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 32))
+    engine, _, loader, _ = zeroshard.initialize(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), "auto", training_data=data
+    )
+    assert loader is not None
+    inputs, targets = next(iter(loader))
+    engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+    assert engine.config.mesh.pp == 1
+
+
+@on_ranks(1)
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="config='auto': expected training_data, whose samples are measured"):
+        zeroshard.initialize(nn.Linear(4, 4), None, "auto")

@@ -1,9 +1,8 @@
-"""The calls, keys and extras that messages of the package name exist."""
+"""The calls and keys that messages of the package name exist."""
 
 import ast
 import functools
 import re
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -53,11 +52,9 @@ def keys(section):
     return {field.name for field in fields(section)}
 
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 KINDS = {
     r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 50),
     r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 25),
-    r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 2),
     r"\bConfig\((\w+)=": (keys(Config).__contains__, 7),
     r"\bPrecision\((\w+)=": (keys(Precision).__contains__, 1),
     **{

@@ -1,16 +1,14 @@
 """Remedies in errors of several ranks, of pipelines and of divided layers are followed, and they work."""
 
 import copy
-import traceback
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.distributed.models import Tiny
+from tests.ranks import on_ranks
 from tests.remedies.told import (
     DATA,
     adamw,
@@ -26,34 +24,9 @@ from tests.remedies.told import (
     whole,
 )
 
-CASES = []
 
-
-def case(function):
-    """A remedy that all ranks follow; it is given a folder."""
-    CASES.append(function)
-    return function
-
-
-def follow(folder, names=()):
-    """The cases that failed on this rank."""
-    failed = []
-    for function in CASES:
-        if names and function.__name__ not in names:
-            continue
-        try:
-            function(Path(folder) / function.__name__)
-        except (Exception, pytest.fail.Exception):
-            failed.append(f"{function.__name__}: {traceback.format_exc()}")
-    return "\n".join(failed)
-
-
-def test_the_remedies_work_on_two_ranks(ranks, tmp_path):
-    assert ranks(2, follow, str(tmp_path), timeout=120) == ["", ""]
-
-
-@case
-def gradients_are_taken_after_the_forward(folder):
+@on_ranks(2)
+def test_gradients_are_taken_after_the_forward():
     class Differentiates(Tiny):
         def forward(self, x):
             x = x.requires_grad_()
@@ -67,8 +40,8 @@ def gradients_are_taken_after_the_forward(folder):
     assert torch.equal(got, torch.autograd.grad(net()(y).sum(), y)[0])
 
 
-@case
-def norms_and_counts_are_those_of_the_engine(folder):
+@on_ranks(2)
+def test_norms_and_counts_are_those_of_the_engine():
     model = net()
     engine = start()
     assert engine.num_parameters() == sum(p.numel() for p in model.parameters())
@@ -88,8 +61,8 @@ def norms_and_counts_are_those_of_the_engine(folder):
     same(whole(clipped), whole(engine))
 
 
-@case
-def sums_of_micro_batches_are_dropped_by_zero_grad(folder):
+@on_ranks(2)
+def test_sums_of_micro_batches_are_dropped_by_zero_grad():
     def begun():
         engine = start()
         loss_of(engine).backward()
@@ -147,8 +120,8 @@ def divides(engine, model):
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
 
 
-@case
-def both_names_of_a_tied_layer_are_in_the_plan(folder):
+@on_ranks(2)
+def test_both_names_of_a_tied_layer_are_in_the_plan():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -165,8 +138,8 @@ def both_names_of_a_tied_layer_are_in_the_plan(folder):
     divides(divided(Tied(), {"head": "colwise_gather_output", "table": "rowwise"}), Tied())
 
 
-@case
-def a_vocabulary_is_padded_and_logits_gathered(folder):
+@on_ranks(2)
+def test_a_vocabulary_is_padded_and_logits_gathered():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def llama():
@@ -192,8 +165,8 @@ def a_vocabulary_is_padded_and_logits_gathered(folder):
         output.logits.argmax(-1)
 
 
-@case
-def a_shared_weight_is_edited_without_a_choice_of_modules(folder):
+@on_ranks(2)
+def test_a_shared_weight_is_edited_without_a_choice_of_modules():
     def tied():
         model = blocks()
         model[3][0].weight = model[0][0].weight
