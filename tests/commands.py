@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from zeroshard.cli.main import main
 
@@ -53,3 +54,15 @@ def examples(page: str, command: str) -> list[tuple[list[str], str]]:
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     found = re.findall(rf"```\n\$ zeroshard {command} ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", text, re.DOTALL)
     return [(arguments.replace("\\", "").split(), printed) for arguments, printed in found]
+
+
+def write_llama(folder: Path) -> nn.Module:
+    """Write the config of a small Llama, and return the model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
+    config.save_pretrained(folder)
+    return model.float()

@@ -84,9 +84,6 @@ def test_each_kind_has_a_table_and_a_picture_of_published_documents(kind: str) -
     assert all(bar.median.low <= bar.median.value <= bar.median.high for bar in chart.bars)
 
 
-# --------------------------------------------------------------------------------------------- measuring
-
-
 def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     found = [
         benchmark(tmp_path, "bad", "print('an error <of> the benchmark'); sys.exit(3)"),
@@ -102,9 +99,6 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path) -> None
         assert shown in text
     assert page.make(found, "good", tmp_path / "page", None) == 0  # the failure of another call is kept
     assert "bad: failed; exit status 3" in text_of(tmp_path)
-
-
-# ----------------------------------------------------------------------------------------------- the suite
 
 
 def test_all_benchmarks_fit_in_twenty_minutes() -> None:
@@ -130,20 +124,14 @@ def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
                 assert re.search(rf'"{flag}"|\b{name}"?[=:]', source), f"{script} {flag}"
 
 
-# ------------------------------------------------------------------------------------- the tables of the docs
-
-
-@pytest.mark.parametrize(
-    ("file", "by_hand"),
-    [(page.PERFORMANCE, 1), (page.EXPERIMENTS, 0)],  # the table of choices has no figures
-    ids=["performance", "experiments"],
-)
-def test_the_tables_of_a_page_are_those_of_the_documents(file: Path, by_hand: int) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
-    rest, number = re.subn(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
-    assert len(re.findall(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE)) <= by_hand
-    assert number == text.count("<!-- end -->") > 0
+def test_the_tables_of_a_page_are_those_of_the_documents() -> None:
+    for file, by_hand in ((page.PERFORMANCE, 1), (page.EXPERIMENTS, 0)):  # that of choices has no figures
+        text = file.read_text(encoding="utf-8")
+        filled = tables.fill(text, RESULTS, page.OF_DOCS)
+        assert filled == text, "python benchmarks/page.py --tables writes them"
+        rest, number = re.subn(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+        assert len(re.findall(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE)) <= by_hand
+        assert number == text.count("<!-- end -->") > 0
 
 
 def test_benchmarks_find_what_they_import_of_each_other() -> None:

@@ -1,30 +1,48 @@
-"""The command line: what it shows, and how it ends."""
+"""The command line: what it shows, and how it ends. Estimates are in `test_cli_estimate.py`."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-import zeroshard
-from tests.commands import examples, failure, rows, shown
+from tests.commands import examples, failure, rows, shown, write_llama
 from tests.distributed.models import Tiny
-from tests.distributed.training import build, square_loss, start, step, token_loss
+from tests.distributed.training import square_loss, start
+from zeroshard.cli import doctor
 from zeroshard.cli.main import main
 from zeroshard.cli.options import COMMANDS, parse_model
+from zeroshard.parallel.pipeline.actions import parse_schedule
+from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.plan.arrangement import Arrangement
+from zeroshard.planning import machine
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
 ROOT = Path(__file__).parents[1]
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+FOUR_EIGHT = ("--stages", 4, "--microbatches", 8)
+
+
+def named(*names: str) -> list[str]:
+    return [word for name in names for word in ("--schedule", name)]
 
 
 def test_version_is_that_of_the_installed_package():
@@ -36,15 +54,12 @@ def test_version_is_that_of_the_installed_package():
 
 
 def save(folder: str) -> None:
-    engine, optimizer = start(Tiny(), stage=2, clip_grad_norm=1.0)
+    engine, _ = start(Tiny(), stage=2, clip_grad_norm=1.0)
     for number in range(2):
         engine.backward(square_loss(engine, number))
         engine.step()
     engine.save_checkpoint(folder, "first")
     engine.save_checkpoint(folder, "second")
-    tied, optimizer = start(build("tied GPT"), "SGD")
-    step(tied, optimizer, token_loss, 0)
-    tied.save_checkpoint(Path(folder, "tied"))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +71,8 @@ def folder(ranks, tmp_path_factory):
 
 def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folder, capsys):
     summary, totals, tensors, verdict = shown(capsys, "inspect", folder).split("\n\n")
-    model = Tiny()
-    count, numel = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
+    named = dict(Tiny().named_parameters())
+    count, numel = len(named), sum(p.numel() for p in named.values())
     for line in (
         f"directory: {folder / 'second.0'}",
         "step: 2 skipped steps: 0 stage: 2 ",
@@ -73,13 +88,12 @@ def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folde
     assert found["parameter"] == ["float32", str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
     assert found["total"] == ["float32", str(3 * count), f"{3 * numel:,}", f"{numel * 12 / 1024:.1f} KiB"]
     found = rows(tensors, 3)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         cells = ["float32", "x".join(map(str, parameter.shape)) or "scalar", format_bytes(parameter.nbytes)]
         assert found[name] == ["parameter", *cells]
         for key in ("exp_avg", "exp_avg_sq"):
             assert found[f"optimizer/{name}/{key}"] == ["optimizer state", *cells]
-    names = [name for name, (kind, *_) in found.items() if kind == "parameter"]
-    assert names == [name for name, _ in model.named_parameters()]
+    assert [name for name, (kind, *_) in found.items() if kind == "parameter"] == list(named)
     assert verdict == "intact: all files are there and as they were written\n"
 
 
@@ -94,6 +108,9 @@ def test_inspect_tells_programs_the_same_in_json(folder, capsys):
 
 
 def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
+    own = tmp_path / "own.csv"
+    own.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")  # a deadlock
+    stages, batches = ("--stages", 10**6), ("--microbatches", 10**6)
     for arguments, expected in (
         ((), "COMMAND"),
         (("inspekt",), "inspekt"),
@@ -119,10 +136,7 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("estimate", "7B", "--memory", "80GB", "--nvme", "1TiB"), "--nvme needs --memory and --host"),
         (("estimate", "7B", "--length", 4096), "--length needs --tokens"),
         (("estimate", "7B", "--memory-budget", "9GB"), "--memory-budget needs --tokens and --recompute auto"),
-        (("estimate", "7B", "--tokens", -1), "num_tokens: expected an integer >= 0, got"),
         (("estimate", "7B", "--pp", 3), "mesh.pp=3"),
-        (("estimate", "7B", "--pp", 4, "--tokens", 4096), "expected mesh.pp=1 for activations, got 4"),
-        (("estimate", "7B", "--pp", 4), "mesh.pp > 1: expected a model"),
         (("estimate", "7B", "--lora", 8), "expected the config.json of a model, got a number"),
         (("estimate", "7B", "--weight-bits", 8), "expected the config.json of a model, got a number"),
         (("mesh",), "--ranks"),
@@ -130,11 +144,19 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("mesh", "--ranks", 0), "num_ranks: expected at least 1 rank, got 0"),
         (("mesh", "--ranks", 10**12), "--ranks: expected at most 4,096, got 1,000,000,000,000"),
         (("mesh", "--ranks", 8, "--tp", 0), "config key 'mesh.tp': expected an integer >= 1, got 0"),
-        (("mesh", "--ranks", 8, "--shard-group-size", 0), "config key 'shard_group_size'"),
-        (
-            ("mesh", "--ranks", 32, "--tp", 4, "--shard-group-size", 3),
-            "32 rank(s) cannot be arranged with mesh.tp=4, shard_group_size=3: expected a multiple of 12",
-        ),
+        (("mesh", "--ranks", 32, "--tp", 4, "--shard-group-size", 3), "size=3: expected a multiple of 12"),
+        (("plan",), "--schedule"),
+        (("plan", *named("dream")), "one of gpipe, 1f1b, interleaved, zb-h1, zbv, varuna, pipedream, 2bw"),
+        (("plan", *named("pipedream")), "--schedule pipedream needs --stages and --microbatches"),
+        (("plan", *named("pb"), "--stages", 0, *batches), "--stages: expected at least 1, got 0"),
+        (("plan", *named("pb"), *FOUR_EIGHT, "--recompute", 1), "expected synchronous schedules, got pb"),
+        (("plan", *named("1f1b"), "--stages", 0, *batches), "expected at least 1 pipeline rank, got 0"),
+        (("plan", *named("1f1b"), *FOUR_EIGHT, "--chunks", 2), "1f1b: expected 1 chunk a rank, got 2"),
+        (("plan", *named("1f1b"), *FOUR_EIGHT, "--forward", "-1"), "a duration of at least 0, got -1.0"),
+        (("plan", *named("1f1b", "zbv"), *FOUR_EIGHT, "--list"), "--list: expected one --schedule, got 2"),
+        (("plan", *named("1f1b"), *stages, *batches), "262,144 chunks times micro-batches, got 1,000,"),
+        (("plan", *named(str(own)), "--stages", 3), "expected --stages 2, as in the lists, got 3"),
+        (("plan", *named(str(own))), "deadlock: pipeline rank 0: 0B0 waits for 1B0; pipeline rank 1: 1F1"),
         (("estimate", tmp_path), "config.json"),
         (("estimate", folder / "second.0" / "zeroshard.json"), "transformers builds no model of it"),
     ):
@@ -164,10 +186,8 @@ def test_what_is_damaged_ends_with_1_and_the_name_of_the_file(folder, capsys):
 
 @pytest.mark.parametrize(("num_ranks", "pp", "tp", "size"), [(32, 4, 4, None), (24, 1, 2, 3)])
 def test_each_rank_of_a_mesh_has_a_line_with_its_place_on_each_axis(capsys, num_ranks, pp, tp, size):
-    options = () if size is None else ("--shard-group-size", size)
-    title, columns, _, *found = shown(
-        capsys, "mesh", "--ranks", num_ranks, "--tp", tp, "--pp", pp, *options
-    ).splitlines()
+    options = ("--tp", tp, "--pp", pp, *(() if size is None else ("--shard-group-size", size)))
+    title, columns, _, *found = shown(capsys, "mesh", "--ranks", num_ranks, *options).splitlines()
     arrangement = Arrangement(num_ranks, pp, tp, size)
     sizes = arrangement.sizes._asdict()
     assert title.endswith(": " + " x ".join(f"{axis} {number}" for axis, number in sizes.items()))
@@ -176,92 +196,17 @@ def test_each_rank_of_a_mesh_has_a_line_with_its_place_on_each_axis(capsys, num_
     assert [list(map(int, row.split())) for row in found] == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("7e9", 7 * 10**9),
-        ("135_000_000", 135_000_000),
-        ("135,000,000", 135_000_000),
-        ("1.235B", 1_235_000_000),
-        ("1T", 10**12),
-        ("2.5k", 2500),
-    ],
-)
-def test_numbers_of_parameters_are_read_as_people_write_them(text, expected):
-    assert parse_model(text) == expected
-
-
-def table(text: str) -> dict[str, list[str]]:
-    return {name: cells for name, cells in rows(text, 3).items() if all("B" in cell for cell in cells)}
-
-
-def test_estimate_shows_all_stages_side_by_side(capsys):
-    out = shown(capsys, "estimate", "7B", "--precision", "bf16")
-    answers = [zeroshard.estimate(7e9, 8, {"stage": s, "precision": "bf16"}) for s in range(4)]
-    assert table(out)["total at the peak"] == [format_bytes(answer.peak) for answer in answers]
-    assert "Activations" in out
-    assert max(map(len, out.splitlines())) < 80
-
-
-def test_estimate_takes_ranks_bits_and_a_config(tmp_path, capsys):
-    options = ("--world-size", 2, "--stage", 1, "--optimizer-bits", 8)
-    expected = zeroshard.estimate(1e9, 2, {"stage": 1}, optimizer_bits=8)
-    found = table(shown(capsys, "estimate", "1e9", *options))
-    assert found["optimizer states"] == [format_bytes(expected.optimizer)]
-    (tmp_path / "config.toml").write_text("stage = 2\ngradient_accumulation_steps = 4\n")
-    config = {"stage": 2, "gradient_accumulation_steps": 4}
-    sent = format_bytes(zeroshard.estimate(1e9, 8, config).wire_bytes_per_step)
-    found = table(shown(capsys, "estimate", "1e9", "--config", tmp_path / "config.toml"))
-    assert found["sent in a step"] == [sent]
-
-
-def write_config(folder: Path) -> nn.Module:
-    """Write the config of a small Llama, and return the model."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
-    config.save_pretrained(folder)
-    return model.float()
-
-
-def test_estimate_of_a_quantized_model_counts_codes_and_scales(tmp_path, capsys):
-    pytest.importorskip("bitsandbytes")
-    transformers = pytest.importorskip("transformers")
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = write_config(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how.to_dict()}))
-    out = shown(capsys, "estimate", tmp_path, "--stage", 3)
-    assert f"with {sum(p.numel() for p in model.parameters()):,} parameters" in out
-    expected = zeroshard.estimate(zeroshard.quantize(model, how), 8)
-    assert table(out)["parameters"] == [format_bytes(expected.parameters)]
-    assert table(out)["scales of codes"] == [format_bytes(expected.scales)]
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    code, said = failure(capsys, "estimate", tmp_path)
-    assert code == 2
-    assert "quantized by bitsandbytes, got a GPTQConfig" in said
-
-
-def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys):
-    model = write_config(tmp_path)
-    expected = zeroshard.estimate(model, 8, {"precision": "bf16"})
-    for name in (".", "config.json"):
-        out = shown(capsys, "estimate", tmp_path / name, "--precision", "bf16", "--stage", 3)
-        assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
-        assert table(out)["parameters"] == [format_bytes(expected.parameters)]
-        assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
+def test_numbers_of_parameters_are_read_as_people_write_them():
+    given = ("7e9", "135_000_000", "135,000,000", "1.235B", "1T", "2.5k")
+    assert list(map(parse_model, given)) == [7 * 10**9, 135e6, 135e6, 1_235_000_000, 10**12, 2500]
 
 
 def save_llama(folder: str) -> None:
-    engine, _ = start(write_config(Path(folder, "base-model")), "SGD")
+    engine, _ = start(write_llama(Path(folder, "base-model")), "SGD")
     engine.save_checkpoint(Path(folder, "checkpoints"), "step-300")
 
 
-@pytest.mark.long_where(name=["estimate", "doctor"])  # they import large packages
+@pytest.mark.long_where(name=["estimate", "doctor", "plan"])  # they import large packages, or search long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks, name):
     ranks(1, save_llama, str(tmp_path))
@@ -278,20 +223,120 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks, nam
     assert (tmp_path / "out/model.safetensors").is_file() == (name == "export")
 
 
-EXAMPLES = [
-    ("reference", "estimate", 1),
-    ("reference", "mesh", 1),
-    ("pipeline_parallel", "plan", 2),
-    ("asynchronous_pipelines", "plan", 1),
-]
+def test_the_examples_of_the_documentation_are_what_is_printed(capsys):
+    found = {command: examples("reference", command) for command in ("estimate", "mesh")}
+    found["plan"] = examples("pipeline_parallel", "plan") + examples("asynchronous_pipelines", "plan")
+    assert list(map(len, found.values())) == [1, 1, 3]
+    for command, pairs in found.items():
+        for arguments, printed in pairs:
+            out = shown(capsys, command, *arguments)
+            # The example of an estimate leaves out the note below the table.
+            assert out.startswith(printed) if command == "estimate" else out == printed
 
 
-@pytest.mark.parametrize(("page", "command", "number"), EXAMPLES)
-def test_the_examples_of_the_documentation_are_what_is_printed(capsys, monkeypatch, page, command, number):
-    monkeypatch.setenv("COLUMNS", "80")
-    found = examples(page, command)
-    assert len(found) == number
-    for arguments, printed in found:
-        out = shown(capsys, command, *arguments)
-        # The example of an estimate leaves out the note below the table.
-        assert out.startswith(printed) if command == "estimate" else out == printed
+# ------------------------------------------------------------------------------------------------- the doctor
+
+
+def test_the_page_has_versions_the_machine_and_features(capsys):
+    out = shown(capsys, "doctor")
+    assert re.search(rf"torch +{re.escape(torch.__version__)}\n", out)
+    assert re.search(r"backends of torch .*gloo", out)
+    assert re.search(r"models of transformers +yes: transformers \S+, safetensors \S+\n", out)
+
+
+def test_the_rates_of_the_machine_are_measured(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_BYTES", 1 << 24)
+    monkeypatch.setattr(machine, "_WIDTHS", {"cpu": 64})
+    found = json.loads(shown(capsys, "doctor", "--json", "--disk", tmp_path))
+    assert (found["device"], found["num_devices"], found["to_host"]) == ("cpu", 1, None)
+    assert found["flops"].keys() == {"float32", "bfloat16"}
+    rates = [*found["flops"].values(), *(found[name] for name in ("bandwidth", "disk_write", "disk_read"))]
+    assert all(1e5 < rate < 1e15 for rate in rates)
+    assert 0 < found["host_bytes"] == found["device_bytes"]
+    assert not list(tmp_path.iterdir())
+    code, said = failure(capsys, "doctor", "--disk", tmp_path)
+    assert (code, said) == (2, "zeroshard: --disk needs --json\n")
+
+
+def test_packages_and_devices_are_told_with_the_reason(monkeypatch):
+    versions = {"numba": "0.60", "peft": "0.21", "numpy": "2.3"}
+
+    def version(name):
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    def broken(name):
+        raise RuntimeError(f"lib{name}.so: cannot open shared object file\nmore")
+
+    module = SimpleNamespace(
+        get_device_properties=lambda index: SimpleNamespace(name="H100"),
+        mem_get_info=lambda index: (70 * GIB, 80 * GIB),
+    )
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor, "import_module", broken)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    lines = [" ".join(line.split()) for line in doctor.page().splitlines()]
+    broken_lib = "libnumba.so: cannot open shared object file"
+    device = "H100, 70.00 GiB free of 80.00 GiB"
+    assert lines.index(f"cuda:1 {device}") == lines.index(f"cuda:0 {device}") + 1
+    assert {
+        "LoRA yes: peft 0.21",
+        f"8-bit states on CPUs, fast no: numba 0.60 does not load: {broken_lib}",
+        "Lightning no: lightning is not installed: pip install lightning",
+    } <= set(lines)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "init", lambda: broken("cuda"))
+    assert doctor.read_machine()["accelerator"] == "none: libcuda.so: cannot open shared object file"
+
+
+# ------------------------------------------------------------------------------------- schedules of pipelines
+
+
+def test_schedules_are_compared_side_by_side(capsys):
+    out = shown(capsys, "plan", *named("gpipe", "1f1b", "interleaved", "zb-h1"), *FOUR_EIGHT)
+    found = rows(out)
+    assert "1f1b   interleaved, 2 chunks   zb-h1" in out
+    assert found["makespan"] == ["33", "33", "28.5", "27"]
+    shares = [1 - 24 / makespan for makespan in (33, 33, 28.5, 27)]
+    assert found["bubble share"] == [f"{share:.1%}" for share in shares]
+    # Interleaved: (2 - 1) * 4 + 2 * (3 - rank) forwards ahead, one more, and each is half of a rank.
+    assert [found[f"activations, rank {rank}"] for rank in range(4)] == [
+        ["8", "4", "5.5", "4"],
+        ["8", "3", "4.5", "4"],
+        ["8", "2", "3.5", "4"],
+        ["8", "1", "2.5", "4"],
+    ]
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_asynchronous_schedules_show_delays_and_versions(capsys):
+    """Narayanan et al. 2019 and 2021: p - 1 - s steps and p - s versions; one step and two versions."""
+    options = ("--stages", 4, "--microbatches", 16)
+    found = rows(shown(capsys, "plan", *named("1f1b", "pipedream", "2bw", "pb"), *options))
+    assert found["makespan"] == ["57"] * 4  # (16 + 4 - 1) * 3: each list fills and drains once
+    assert found["steps"] == ["1", "16", "4", "16"]
+    assert [found[f"delay in steps, rank {rank}"] for rank in range(4)] == [
+        ["0", "3", "1", "3"],
+        ["0", "2", "1", "2"],
+        ["0", "1", "1", "1"],
+        ["0", "0", "0", "0"],
+    ]
+    assert [found[f"versions of weights, rank {rank}"] for rank in range(4)] == [
+        ["1", "4", "2", "1"],
+        ["1", "3", "2", "1"],
+        ["1", "2", "2", "1"],
+        ["1", "1", "2", "1"],
+    ]
+
+
+def test_a_list_is_printed_and_read_back_as_a_schedule_of_the_user(capsys, tmp_path):
+    text = shown(capsys, "plan", *named("varuna"), *FOUR_EIGHT, "--list")
+    assert parse_schedule(text) == build_schedule("varuna", 4, 8)
+    file = tmp_path / "own.csv"
+    file.write_text(text, encoding="utf-8")
+    found = rows(shown(capsys, "plan", *named(str(file))))
+    assert found["makespan"] == ["39"]
+    assert rows(shown(capsys, "plan", *named(str(file), "varuna"), *FOUR_EIGHT))["makespan"] == ["39", "39"]

@@ -1,4 +1,4 @@
-"""`zeroshard estimate`: settings that fit, adapters, and pipelines."""
+"""`zeroshard estimate`: tables, models of a config, settings that fit, adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import zeroshard
-from tests.commands import failure
+from tests.commands import failure, rows, write_llama
 from tests.commands import shown as shown_by
 from zeroshard.tables import format_bytes
 
@@ -24,6 +24,59 @@ def own_path(monkeypatch, tmp_path):
 
 def shown(capsys, *arguments: object) -> str:
     return shown_by(capsys, "estimate", *arguments)
+
+
+def table(text: str) -> dict[str, list[str]]:
+    return {name: cells for name, cells in rows(text, 3).items() if all("B" in cell for cell in cells)}
+
+
+def test_estimate_shows_all_stages_side_by_side(capsys):
+    out = shown(capsys, "7B", "--precision", "bf16")
+    answers = [zeroshard.estimate(7e9, 8, {"stage": s, "precision": "bf16"}) for s in range(4)]
+    assert table(out)["total at the peak"] == [format_bytes(answer.peak) for answer in answers]
+    assert "Activations" in out
+    assert max(map(len, out.splitlines())) < 80
+
+
+def test_estimate_takes_ranks_bits_and_a_config(tmp_path, capsys):
+    options = ("--world-size", 2, "--stage", 1, "--optimizer-bits", 8)
+    expected = zeroshard.estimate(1e9, 2, {"stage": 1}, optimizer_bits=8)
+    found = table(shown(capsys, "1e9", *options))
+    assert found["optimizer states"] == [format_bytes(expected.optimizer)]
+    (tmp_path / "config.toml").write_text("stage = 2\ngradient_accumulation_steps = 4\n")
+    config = {"stage": 2, "gradient_accumulation_steps": 4}
+    sent = format_bytes(zeroshard.estimate(1e9, 8, config).wire_bytes_per_step)
+    found = table(shown(capsys, "1e9", "--config", tmp_path / "config.toml"))
+    assert found["sent in a step"] == [sent]
+
+
+def test_estimate_of_a_quantized_model_counts_codes_and_scales(tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    transformers = pytest.importorskip("transformers")
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = write_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how.to_dict()}))
+    out = shown(capsys, tmp_path, "--stage", 3)
+    assert f"with {sum(p.numel() for p in model.parameters()):,} parameters" in out
+    expected = zeroshard.estimate(zeroshard.quantize(model, how), 8)
+    assert table(out)["parameters"] == [format_bytes(expected.parameters)]
+    assert table(out)["scales of codes"] == [format_bytes(expected.scales)]
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, said = failure(capsys, "estimate", tmp_path)
+    assert code == 2
+    assert "quantized by bitsandbytes, got a GPTQConfig" in said
+
+
+def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys):
+    model = write_llama(tmp_path)
+    expected = zeroshard.estimate(model, 8, {"precision": "bf16"})
+    for name in (".", "config.json"):
+        out = shown(capsys, tmp_path / name, "--precision", "bf16", "--stage", 3)
+        assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
+        assert table(out)["parameters"] == [format_bytes(expected.parameters)]
+        assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
 
 
 def rows_of_fits(out: str) -> list[str]:

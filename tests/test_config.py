@@ -30,9 +30,6 @@ class Block(nn.Module):
 LISTS = "0F0,0B0\n1F0,1B0\n"
 
 
-# ------------------------------------------------------------------------------------------ defaults
-
-
 def test_a_config_is_frozen_keyword_only_and_hashable():
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -42,9 +39,8 @@ def test_a_config_is_frozen_keyword_only_and_hashable():
     assert hash(config) == hash(Config())
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "given", "stored"),
-    [
+def test_a_value_is_stored_in_one_form_whatever_its_spelling():
+    for kind, key, given, stored in (
         (Config, "device", None, None),
         (Config, "device", "cpu:0", "cpu"),
         (Config, "device", torch.device("xpu", 2), "xpu:2"),
@@ -59,10 +55,8 @@ def test_a_config_is_frozen_keyword_only_and_hashable():
         *((Precision, "param_dtype", name, torch.float16) for name in ("fp16", "torch.half", "float16")),
         *((Precision, "reduce_dtype", name, torch.float32) for name in ("fp32", "float")),
         *((Precision, "reduce_dtype", name, torch.float64) for name in ("FP64", "torch.double")),
-    ],
-)
-def test_a_value_is_stored_in_one_form_whatever_its_spelling(kind, key, given, stored):
-    assert getattr(kind(**{key: given}), key) == stored
+    ):
+        assert getattr(kind(**{key: given}), key) == stored
 
 
 # ---------------------------------------------------------------------------------- types and ranges
@@ -133,9 +127,6 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(k
         assert len(by_dict) < 400
 
 
-# --------------------------------------------------------------------------------------------- dtypes
-
-
 def test_a_loss_scale_is_a_number_or_dynamic_and_needs_float16():
     assert Precision(param_dtype="fp16", loss_scale="Dynamic").loss_scale == "dynamic"
     assert Precision(param_dtype="fp16", loss_scale=1024).loss_scale == 1024.0
@@ -143,9 +134,6 @@ def test_a_loss_scale_is_a_number_or_dynamic_and_needs_float16():
         "precision.loss_scale='dynamic' needs precision.param_dtype to be float16, got bfloat16"
     )
     assert "precision.param_dtype to be float16, got None" in refusal(Precision, loss_scale=8)
-
-
-# ---------------------------------------------------------------------------------------------- units
 
 
 def test_a_predicate_is_kept_but_cannot_be_written_down():
@@ -158,7 +146,7 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
     assert message.startswith("config key 'units': expected class names to write down, got <function")
 
 
-# ------------------------------------------------------------------------------------------ from_dict
+# --------------------------------------------------------------------------------------- dicts and files
 
 
 def test_a_misspelt_key_is_refused_with_the_closest_one():
@@ -166,26 +154,20 @@ def test_a_misspelt_key_is_refused_with_the_closest_one():
     assert message.startswith("unknown config key 'precison'; did you mean 'precision'? Known keys: stage, ")
     for known in dataclasses.fields(Config):
         assert known.name in message
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
+    for key, meant in (
         ("Stage", "stage"),
         ("clip_gradient_norm", "clip_grad_norm"),
         ("grad_accumulation_steps", "gradient_accumulation_steps"),
         ("param_dtype", "precision.param_dtype"),
-    ],
-)
-def test_the_closest_key_is_found_for_usual_slips(key, meant):
-    assert f"unknown config key '{key}'; did you mean '{meant}'?" in refusal(Config.from_dict, {key: 1})
+    ):
+        assert f"unknown config key '{key}'; did you mean '{meant}'?" in refusal(Config.from_dict, {key: 1})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", torch.float32])
-def test_a_dtype_alone_is_a_precision_that_computes_in_it(dtype):
-    for config in (Config(precision=dtype), Config.from_dict({"precision": dtype})):
-        assert config.precision == Precision(param_dtype=dtype)
-        assert Config.from_dict(config.to_dict()) == config
+def test_a_dtype_alone_is_a_precision_that_computes_in_it():
+    for dtype in ("bf16", torch.float32):
+        for config in (Config(precision=dtype), Config.from_dict({"precision": dtype})):
+            assert config.precision == Precision(param_dtype=dtype)
+            assert Config.from_dict(config.to_dict()) == config
 
 
 def test_reading_a_dict_leaves_it_as_it_was():
@@ -193,8 +175,6 @@ def test_reading_a_dict_leaves_it_as_it_was():
     Config.from_dict(options)
     assert options == {"precision": {"param_dtype": "bf16"}, "units": ["Block"]}
 
-
-# -------------------------------------------------------------------------------------------- to_dict
 
 WRITTEN = [
     {"precision": {"param_dtype": "fp16", "loss_scale": 8, "output_dtype": "fp32"}, "nonfinite": "skip"},
@@ -215,8 +195,6 @@ def test_a_config_survives_being_written_down_as_json_and_read_again(options):
     assert Config.from_dict(json.loads(written)) == config
 
 
-# -------------------------------------------------------------------------------------------- files
-
 JSON = '{"stage": 2, "clip_grad_norm": 1, "units": ["Block"], "precision": {"param_dtype": "bf16"}}'
 TOML = 'stage = 2\nclip_grad_norm = 1\nunits = ["Block"]\n[precision]\nparam_dtype = "bf16"\n'
 
@@ -227,18 +205,15 @@ def write(folder, name, text):
     return file
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("c.json", JSON), ("c.toml", TOML), ("C.JSON", JSON), ("bom.json", "\ufeff" + JSON)]
-)
-def test_json_and_toml_files_say_the_same(tmp_path, name, text):
-    file = write(tmp_path, name, text)
+def test_json_and_toml_files_say_the_same(tmp_path):
     expected = Config(stage=2, clip_grad_norm=1, units="Block", precision=Precision(param_dtype="bf16"))
-    assert Config.from_file(file) == Config.from_file(str(file)) == expected
+    for name, text in (("c.json", JSON), ("c.toml", TOML), ("C.JSON", JSON), ("bom.json", "\ufeff" + JSON)):
+        file = write(tmp_path, name, text)
+        assert Config.from_file(file) == Config.from_file(str(file)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
+def test_what_is_wrong_in_a_file_is_told_with_the_name_of_the_file(tmp_path):
+    for name, text, reason in (
         ("c.yaml", "stage: 2", "expected a name that ends in .json or .toml"),
         ("c.json", '{"stage": 2,\n "units" "Block"}', "line 2"),
         ("c.toml", "stage = 2\n\nunits = Block\n", "line 3"),
@@ -247,13 +222,11 @@ def test_json_and_toml_files_say_the_same(tmp_path, name, text):
         ("c.toml", "stage = 9\n", "config key 'stage': expected an integer from 0 to 3, got 9 (int)"),
         ("c.json", '{"clip_grad_norm": Infinity}', "'clip_grad_norm': expected None or a finite number"),
         ("c.toml", "stage = 0\nshard_group_size = 2\n", "needs stage to be >= 1"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_told_with_the_name_of_the_file(tmp_path, name, text, reason):
-    file = write(tmp_path, name, text)
-    message = refusal(Config.from_file, file)
-    assert message.startswith(f"config file '{file}': ")
-    assert reason in message
+    ):
+        file = write(tmp_path, name, text)
+        message = refusal(Config.from_file, file)
+        assert message.startswith(f"config file '{file}': ")
+        assert reason in message
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -263,9 +236,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert f"config file '{binary}': " in refusal(Config.from_file, binary)
-
-
-# -------------------------------------------------------------------------------------------- parse
 
 
 def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):

@@ -1,16 +1,23 @@
-"""The DataLoader of initialize: what each rank takes in an epoch, and where it is resumed."""
+"""The DataLoader of initialize: what each rank takes in an epoch, where it is resumed, and its device.
 
+The meta device stands for an accelerator.
+"""
+
+import copy
 import itertools
 import math
 import warnings
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
 from zeroshard.data.loader import EpochLoader, order, turns
+from zeroshard.data.microbatch import to_device
 
 LENGTHS = st.integers(1, 40)
 NUM_RANKS = st.integers(1, 9)
@@ -20,11 +27,6 @@ BATCH_SIZES = st.integers(1, 5)
 def loader(length, batch_size=1, rank=0, num_ranks=1, **options):
     options = {"num_ranks": num_ranks, "batch_size": batch_size, "collate_fn": torch.tensor} | options
     return EpochLoader(list(range(length)), rank=rank, **options)
-
-
-def loaders(length, batch_size, num_ranks):
-    """Those of all ranks."""
-    return [loader(length, batch_size, rank, num_ranks) for rank in range(num_ranks)]
 
 
 def batches_of(loader, num_batches=None):
@@ -100,9 +102,9 @@ def test_an_epoch_cut_at_any_batches_and_continued_in_other_layouts_takes_every_
     for num_ranks, batch_size, num_batches in layouts:
         if len(taken) >= length:
             break
-        of_ranks = []
-        rest = whole[len(taken) :]
-        for rank, ours in enumerate(loaders(length, batch_size, num_ranks)):
+        of_ranks, rest = [], whole[len(taken) :]
+        for rank in range(num_ranks):
+            ours = loader(length, batch_size, rank, num_ranks)
             ours.load_state_dict(state)
             of_ranks.append(samples_of(ours, num_batches))
             want = filled_up(rest, rank, num_ranks, whole)
@@ -144,9 +146,6 @@ def test_beginning_an_epoch_draws_from_the_rng_what_torch_draws_and_resuming_it_
     assert torch.equal(torch.get_rng_state(), want)
 
 
-# ------------------------------------------------------------------------------------------------ workers
-
-
 def test_what_workers_prefetched_does_not_count():
     options = {"batch_size": 2, "num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
     ours = EpochLoader(list(range(20)), rank=1, num_ranks=2, **options)
@@ -163,9 +162,6 @@ def test_what_workers_prefetched_does_not_count():
     assert samples_of(ours) == torch_sampler(20, 1, 2, epoch=1)
 
 
-# ----------------------------------------------------------------------------------------- states refused
-
-
 def test_for_a_dataset_of_another_length_a_warning_names_both_and_the_next_epoch_begins():
     ours = loader(9)
     with pytest.warns(UserWarning, match=r"expected 10 samples.*got 9.*start of epoch 4") as warned:
@@ -179,23 +175,102 @@ def test_for_a_dataset_of_another_length_a_warning_names_both_and_the_next_epoch
     assert samples_of(ours) == torch_order(9, epoch=4)
 
 
-GOOD = {"epoch": 1, "position": 2, "seed": 0, "num_samples": 6}
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        *(GOOD | {key: value} for key in GOOD for value in (-1, 1.0)),
-        *({k: v for k, v in GOOD.items() if k != key} for key in GOOD),
-        *(GOOD | wrong for wrong in ({"seed": 2**63}, {"epoch": True}, {"position": 7}, {"rank": 0})),
-        *([1, 2, 0, 6], None),
-    ],
-)
-def test_a_malformed_state_is_refused_and_changes_nothing(state):
-    ours = loader(6)
+def test_a_malformed_state_is_refused_and_changes_nothing():
+    good, ours = {"epoch": 1, "position": 2, "seed": 0, "num_samples": 6}, loader(6)
     next(iter(ours))
     before = ours.state_dict()
-    with pytest.raises(ValueError, match="state of the data"):
-        ours.load_state_dict(state)
-    assert ours.state_dict() == before
+    for state in (
+        *(good | {key: value} for key in good for value in (-1, 1.0)),
+        *({k: v for k, v in good.items() if k != key} for key in good),
+        *(good | wrong for wrong in ({"seed": 2**63}, {"epoch": True}, {"position": 7}, {"rank": 0})),
+        *([1, 2, 0, 6], None),
+    ):
+        with pytest.raises(ValueError, match="state of the data"):
+            ours.load_state_dict(state)
+        assert ours.state_dict() == before
     assert samples_of(ours) == torch_order(6, epoch=1)
+
+
+# --------------------------------------------------------------------------- batches on their way to a device
+
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Scaled(dict):
+    scale = 1.0
+
+
+def x():
+    return torch.arange(6).view(2, 3)
+
+
+def test_a_batch_on_a_device_has_the_types_and_shapes_of_the_batch():
+    for batch, find in (
+        (x(), lambda b: b),
+        ((x(), 1, "a", None), lambda b: b[0]),
+        ([x(), [x()]], lambda b: b[1][0]),
+        (Pair(0, x()), lambda b: b.second),
+        ({"a": {"b": (x(),)}}, lambda b: b["a"]["b"][0]),
+        (OrderedDict(a=x()), lambda b: b["a"]),
+        (defaultdict(list, a=x()), lambda b: b["a"]),
+        (UserDict(a=x()), lambda b: b["a"]),
+        (pack_sequence([torch.ones(3), torch.ones(2)]), lambda b: b.data),
+    ):
+        before, moved = find(batch), to_device(batch, META)
+        assert type(moved) is type(batch)
+        assert find(moved).device == META
+        assert (find(moved).shape, find(moved).dtype) == (before.shape, before.dtype)
+        assert find(batch) is before
+        assert before.device == CPU
+
+
+def test_what_is_no_tensor_is_handed_on():
+    batch = (3, "text", None, object(), Scaled, {1, 2})
+    assert to_device(batch, META) == batch
+    scaled = Scaled(a=x())
+    scaled.scale = 0.5
+    assert to_device(scaled, META).scale == 0.5
+    # torch reads the sizes of a packed sequence on the CPU.
+    assert to_device(pack_sequence([torch.ones(2)]), META).batch_sizes.device == CPU
+    lists = {"a": (x(), [x()])}
+    before = copy.copy(lists)
+    assert to_device(lists, CPU) is lists
+    assert lists["a"][0] is before["a"][0]
+
+
+def test_encodings_and_outputs_of_transformers_keep_their_types():
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": x()}, encoding=None, n_sequences=2)
+    moved = to_device(encoding, META)
+    assert type(moved) is transformers.BatchEncoding
+    assert moved.input_ids.device == META
+    assert moved.n_sequences == 2
+    assert encoding.input_ids.device == CPU
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(2))
+    assert to_device(output, META).last_hidden_state.device == META
+    assert output.last_hidden_state.device == CPU
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")  # there is no accelerator to pin for
+def test_a_loader_hands_out_batches_on_its_device_and_counts_them_as_on_the_cpu():
+    data = [(torch.tensor([float(i)]), i) for i in range(10)]
+    on_cpu = EpochLoader(data, rank=1, num_ranks=2, batch_size=2)
+    on_device = EpochLoader(data, rank=1, num_ranks=2, device=META, batch_size=2)
+    assert (on_cpu.pin_memory, on_device.pin_memory) == (False, True)
+    for batch, other in zip(on_cpu, on_device, strict=True):
+        assert [t.device for t in batch] == [CPU, CPU]
+        assert [t.device for t in other] == [META, META]
+        assert on_cpu.state_dict() == on_device.state_dict()
+
+
+@pytest.mark.gpu
+def test_a_loader_of_a_gpu_pins_batches_and_hands_them_out_there():
+    data = [(torch.tensor([float(i)]), i) for i in range(10)]
+    loader = EpochLoader(data, rank=0, num_ranks=1, device=torch.device("cuda", 0), batch_size=2)
+    wanted = EpochLoader(data, rank=0, num_ranks=1, batch_size=2)
+    for batch, other in zip(loader, wanted, strict=True):
+        assert all(value.is_cuda for value in batch)
+        assert [value.tolist() for value in batch] == [value.tolist() for value in other]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import peft
 import pytest
 import torch
 import transformers
@@ -23,43 +22,33 @@ from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.activations import LiveBytes
 from zeroshard.optim import AdamW8bit
 
-SIZES = {
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
+SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
+SIZES |= {"vocab_size": 256, "max_position_embeddings": 64, "tie_word_embeddings": False, "use_cache": False}
 SAMPLES, LENGTH = 2, 64
 MICROBATCHES = 4
 
 
 class Case(NamedTuple):
-    """A training."""
+    """A training; `weight_bits` is 16 for frozen weights with adapters, 4 or 8 for codes in their place."""
 
     config: dict[str, Any]
     bits: int = 32
     weight_bits: int | None = None
-    """16 for frozen weights with adapters, 4 or 8 for codes in their place; None trains all."""
 
 
 def build(weight_bits: int | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    if weight_bits in (4, 8):
-        model = with_codes(model, weight_bits)
     if weight_bits is None:
         return model
+    if weight_bits < 16:
+        model = with_codes(model, weight_bits)
+    import peft  # which takes seconds
+
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
 
 
 class Measured(NamedTuple):
-    """Bytes of a rank."""
-
     states: int
     far: int
     activations: int
@@ -146,12 +135,8 @@ def engine_storages(engine: Any) -> set[int]:
     runtime, found = engine._runtime, []
     for unit in runtime.units:
         for buffer in unit.buffers:
-            found += [
-                buffer.main,
-                buffer.full,
-                getattr(buffer.store.copy, "values", None),
-                *(p.grad for p in buffer.unsharded),
-            ]
+            found += [buffer.main, buffer.full, getattr(buffer.store.copy, "values", None)]
+            found += [p.grad for p in buffer.unsharded]
         for gradients in unit.gradients:
             found += [gradients._flat, *gradients._reduced.values()]
     found += [parameter.grad for parameter in runtime.parameters]
@@ -216,11 +201,9 @@ def measure(config: dict[str, Any], bits: int, weight_bits: int | None) -> Measu
     hooks = [module.register_forward_hook(live.sample) for module in {*engine.module.modules()} - cut]
     if engine.config.recompute == "unit" and engine.config.mesh.pp == 1:
         # The last block is recomputed first, when no block has gradients yet, whose buffers come and go.
-        blocks = (m for m in engine.module.modules() if isinstance(m, LlamaDecoderLayer))
-        *_, last_but_one, _ = blocks
-        hooks.append(
-            last_but_one.input_layernorm.register_forward_pre_hook(lambda *_: live.end_in_backward())
-        )
+        *_, before_last, _ = (m for m in engine.module.modules() if isinstance(m, LlamaDecoderLayer))
+        norm = before_last.input_layernorm
+        hooks.append(norm.register_forward_pre_hook(lambda *_: live.end_in_backward()))
     with live:
         train()
     for hook in hooks:

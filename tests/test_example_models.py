@@ -15,6 +15,7 @@ from tests.distributed.training import SOME_STAGES
 from tests.ranks import on_ranks
 
 LENGTH = 24
+ON_RANKS = on_ranks(pytest.param(1, marks=pytest.mark.long), 2)
 
 
 def example():
@@ -23,14 +24,9 @@ def example():
     return switch
 
 
-@pytest.mark.parametrize(
-    ("tokens", "experts", "factor", "most"), [(16, 4, 1.0, 4), (10, 4, 1.25, 4), (3, 8, 1.0, 1)]
-)
-def test_capacity_is_that_of_the_paper(tokens, experts, factor, most):
-    assert example().capacity(tokens, experts, factor) == most == math.ceil(tokens / experts * factor)
-
-
-def test_exactly_the_tokens_beyond_capacity_are_dropped_in_their_order():
+def test_capacity_is_that_of_the_paper_and_the_tokens_beyond_it_are_dropped_in_their_order():
+    for tokens, experts, factor, most in ((16, 4, 1.0, 4), (10, 4, 1.25, 4), (3, 8, 1.0, 1)):
+        assert example().capacity(tokens, experts, factor) == most == math.ceil(tokens / experts * factor)
     chosen = torch.tensor([0, 1, 0, 0, 2, 1, 0, 1, 1])
     kept = example().within_capacity(chosen, 4, 2)
     assert kept.tolist() == [True, True, True, False, True, True, False, False, False]
@@ -43,9 +39,8 @@ def test_the_balance_of_even_routing_is_one_and_of_one_expert_their_number():
     assert balance(torch.tensor([[50.0, 0, 0, 0]]).repeat(5, 1)).item() == pytest.approx(4.0, abs=1e-6)
     logits = torch.randn(9, 4, dtype=torch.float64)
     shares = torch.stack([(logits.argmax(1) == e).double().mean() for e in range(4)])
-    assert balance(logits).item() == pytest.approx(
-        4 * (shares * logits.softmax(1).mean(0)).sum().item(), abs=1e-6
-    )
+    want = 4 * (shares * logits.softmax(1).mean(0)).sum().item()
+    assert balance(logits).item() == pytest.approx(want, abs=1e-6)
 
 
 def test_a_block_is_each_tokens_expert_times_its_probability_and_zero_where_it_is_full():
@@ -74,47 +69,39 @@ def trained(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 
 
-def reference(model, steps, num_ranks):
-    """Plain PyTorch on one process: the mean of the losses of all ranks' batches."""
-    optimizer, losses = trained(model), []
-    for step in range(steps):
-        each = [model(tokens, labels=tokens).loss for tokens in batches(step, range(num_ranks))]
-        loss = sum(each) / num_ranks
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append([one.item() for one in each])
-    return losses, model.state_dict()
-
-
-def batches(step, ranks):
-    return [example().batch(step, rank, 64, size=4, length=LENGTH) for rank in ranks]
+def loss_of(model, step, rank):
+    tokens = example().batch(step, rank, 64, size=4, length=LENGTH)
+    return model(tokens, labels=tokens).loss
 
 
 def wrong(model, stage, steps=3):
+    """Names of values that differ from those of one process, with the mean of all ranks' losses."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    losses, want = reference(copy.deepcopy(model), steps, num_ranks)
-    engine = zeroshard.initialize(model, trained(model), {"stage": stage}).engine
+    plain = copy.deepcopy(model)
+    optimizer, engine = trained(plain), zeroshard.initialize(model, trained(model), {"stage": stage}).engine
     for step in range(steps):
-        [tokens] = batches(step, [rank])
-        loss = engine(tokens, labels=tokens).loss
-        assert loss.item() == pytest.approx(losses[step][rank], abs=1e-5)
+        losses = [loss_of(plain, step, one) for one in range(num_ranks)]
+        (sum(losses) / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss_of(engine, step, rank)
+        assert loss.item() == pytest.approx(losses[rank].item(), abs=1e-5)
         engine.backward(loss)
         engine.step()
-    got = engine.full_state_dict()
+    got, want = engine.full_state_dict(), plain.state_dict()
     return [name for name in got if (got[name] - want[name]).abs().max() > 1e-4]
 
 
 @pytest.mark.long_where(experts=["batched_mm", "eager"])
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
-@on_ranks(1, 2)
+@ON_RANKS
 def test_a_switch_trains_as_in_plain_pytorch(experts):
     """All parameters, at all stages: experts that get no token on a rank too."""
     build = example().build
     return [f"stage {stage}: {name}" for stage in SOME_STAGES for name in wrong(build(experts), stage)]
 
 
-@on_ranks(1, 2)
+@ON_RANKS
 def test_adapters_of_experts_train_as_in_plain_pytorch():
     """LoRA on the stacked experts and on attention."""
     switch, found = example(), []
@@ -130,7 +117,7 @@ def test_adapters_of_experts_train_as_in_plain_pytorch():
 
 @pytest.mark.long_where(pattern=["fixed"])
 @pytest.mark.parametrize("pattern", ["fixed", "bigbird"])
-@on_ranks(1, 2)
+@ON_RANKS
 def test_a_model_with_sparse_attention_trains_as_in_plain_pytorch(pattern):
     build = sparse().build
     return [f"stage {stage}: {name}" for stage in SOME_STAGES for name in wrong(build(pattern), stage)]
@@ -185,6 +172,8 @@ def dense(query, key, value, mask):
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.long_where(pattern=["Fixed"], is_causal=[False])
+@pytest.mark.long_where(pattern=["BigBird"], is_causal=[True])
 @pytest.mark.parametrize("pattern", ["Fixed", "BigBird"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flex_attention_equals_dense_attention_with_the_mask(pattern, is_causal, device):

@@ -35,17 +35,22 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 
 class Ended(NamedTuple):
-    """A run of the example on one rank."""
+    """A run of the example on one rank.
+
+    - code: the argument of sys.exit; None for a run that came to its end.
+    - drawn: the history that the plot was given: evaluations and losses.
+    """
 
     code: Any
-    """The argument of sys.exit; None for a run that came to its end."""
     printed: str
     drawn: list[Any]
-    """The history that the plot was given: evaluations and losses."""
 
 
-def finetune(folder: str, *arguments: str, dies_at: int | None = None) -> Ended:
-    """Run the example in this process, from `folder`; raise in the backward of the step `dies_at`."""
+def finetune(folder: str, *arguments: str, dies_at: int | None = None, draws: bool = False) -> Ended:
+    """Run the example in this process, from `folder`; raise in the backward of the step `dies_at`.
+
+    Few runs draw, which takes seconds.
+    """
     drawn: list[Any] = []
     backward = zeroshard.Engine.backward
 
@@ -57,12 +62,8 @@ def finetune(folder: str, *arguments: str, dies_at: int | None = None) -> Ended:
     with example_modules(), contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         import report
 
-        save_plot = report.save_plot
-        patch.setattr(
-            report,
-            "save_plot",
-            lambda path, history, unit: drawn.extend(history[:2]) or save_plot(path, history, unit),
-        )
+        save = report.save_plot
+        patch.setattr(report, "save_plot", lambda *own: drawn.extend(own[1][:2]) or (draws and save(*own)))
         patch.setattr(zeroshard.Engine, "backward", dying)
         patch.setattr(sys, "argv", ["finetune.py", *arguments])
         patch.setenv("XDG_CACHE_HOME", str(Path(folder, "cache")))
@@ -115,12 +116,11 @@ def chats(tmp_path: Path) -> Path:
     """A folder with conversations."""
     file = tmp_path / "chats" / "messages.jsonl"
     file.parent.mkdir()
-    pairs = [(WORDS[n % 12], WORDS[(n + 1) % 12]) for n in range(60)]
-    lines = [
-        {"messages": [{"role": "user", "content": f"after {a}?"}, {"role": "assistant", "content": b}]}
-        for n, (a, b) in enumerate(pairs)
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with file.open("w") as lines:
+        for n in range(60):
+            question = {"role": "user", "content": f"after {WORDS[n % 12]}?"}
+            answer = {"role": "assistant", "content": WORDS[(n + 1) % 12]}
+            lines.write(json.dumps({"messages": [question, answer]}) + "\n")
     return file.parent
 
 
@@ -148,7 +148,8 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
     run: Callable[..., Ended], text: Path, tmp_path: Path
 ) -> None:
     log = ("--metrics", "jsonl:log/metrics.jsonl", "--metrics-every", "10")
-    ended = run(2, *TINY, "--data", str(text), "--steps", "15", "--accumulate", "2", "--output", "out", *log)
+    options = ["--data", str(text), "--steps", "15", "--accumulate", "2", "--output", "out", *log]
+    ended = run(2, *TINY, *options, draws=True)
     assert ended.code is None, ended
     before, after = held_out_losses(ended.printed)
     assert before == pytest.approx(math.log(256), abs=0.1)
@@ -170,10 +171,8 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
     reports = {values["step"]: values["loss"] for values in logged if "loss" in values}
     means = {step: sum(losses[begin:step]) / (step - begin) for begin, step in ((0, 10), (10, 15))}
     assert reports == pytest.approx(means, rel=1e-5)
-    last = re.findall(r"^step 15/15: (.*)", ended.printed, re.MULTILINE)[0]
-    assert re.fullmatch(
-        r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d:]+ in all", last
-    )
+    form = r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d:]+ in all"
+    assert re.search(rf"^step 15/15: {form}$", ended.printed, re.MULTILINE)
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
     assert "NOT be kept" not in ended.printed
 
@@ -214,9 +213,8 @@ def test_a_folder_that_cannot_be_written_to_ends_all_ranks_before_the_first_step
     ranks: Ranks, text: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "link").symlink_to("nowhere")
-    option = "--checkpoint-dir"
-    options = [*TINY, "--data", str(text), "--steps", "2", option, str(tmp_path / "link")]
-    expected = f"finetune.py: {option}: expected a folder that can be written to: "
+    options = [*TINY, "--data", str(text), "--steps", "2", "--checkpoint-dir", str(tmp_path / "link")]
+    expected = "finetune.py: --checkpoint-dir: expected a folder that can be written to: "
     for ended in ranks(2, finetune, str(tmp_path), *options, dies_at=0, process_group=False):
         assert str(ended.code).startswith(expected)
 
@@ -318,7 +316,7 @@ def test_adapters_over_codes_are_trained_alone_and_saved(
     assert "frozen weights in nf4" in ended.printed
     before, after = held_out_losses(ended.printed)
     assert after < before - 0.1
-    rows = re.findall(r"│ (parameters|gradients|optimizer states) +│ +[\d.]+ │ +([\d.]+) │", ended.printed)
+    rows = re.findall(r"│ (gradients|optimizer states) +│ +[\d.]+ │ +([\d.]+) │", ended.printed)
     ddp = {kind: float(size) for kind, size in rows}
     assert ddp["optimizer states"] == pytest.approx(2 * ddp["gradients"], abs=0.02)
     assert (tmp_path / "out" / "adapter_config.json").is_file()
@@ -338,9 +336,6 @@ def test_documentation_becomes_blocks_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "texts").glob("*.jsonl"))) == 2
 
 
-# --------------------------------------------------------------------------- the whole job, under torchrun
-
-
 def test_torchrun_takes_no_option_of_the_example_for_its_own() -> None:
     """Its parser reads the options of a script too, and refuses one that begins several of its own."""
     from torch.distributed.run import get_args_parser
@@ -348,8 +343,6 @@ def test_torchrun_takes_no_option_of_the_example_for_its_own() -> None:
     with example_modules():
         from options import build_parser
 
-        ours, theirs = (
-            {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
-            for parser in (build_parser(), get_args_parser())
-        )
+        ours, theirs = ({*each()._option_string_actions} for each in (build_parser, get_args_parser))
+    ours -= {"-h", "--help"}
     assert not {one for one in ours for other in theirs if other.startswith(one)}

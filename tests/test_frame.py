@@ -96,10 +96,14 @@ Trees = dict[str, ast.Module]
 parsed = functools.cache(ast.parse)
 
 
+def read(path: Path | str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def modules(folder: str) -> Trees:
     """The syntax trees under a folder of the repository, by path."""
     files = sorted((ROOT / folder).rglob("*.py"))
-    return {str(file.relative_to(ROOT)): parsed(file.read_text(encoding="utf-8")) for file in files}
+    return {str(file.relative_to(ROOT)): parsed(read(file)) for file in files}
 
 
 def part_of(path: str) -> str:
@@ -111,14 +115,13 @@ def is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+@functools.cache  # many tests ask
+def imported(tree: ast.Module) -> list[str]:
     """Dotted names of all that is imported, wherever in the file: `from a import b` gives a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: expected an absolute import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any(getattr(node, "level", 0) for node in nodes), "expected absolute imports"
+    before = [f"{node.module}." if isinstance(node, ast.ImportFrom) else "" for node in nodes]
+    return [module + alias.name for module, node in zip(before, nodes, strict=True) for alias in node.names]
 
 
 def imported_parts(tree: ast.Module) -> set[str]:
@@ -131,17 +134,17 @@ def level(part: str) -> int:
     return LEVEL.get(part, len(LAYERS))
 
 
-def used_attributes(tree: ast.Module) -> Iterator[str]:
-    """Dotted names in expressions, such as torch.distributed.barrier, in full."""
+@functools.cache  # two tests ask
+def used(tree: ast.Module) -> list[str]:
+    """Dotted names that are imported or stand in expressions, such as torch.distributed.barrier, in full."""
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     beginnings = {id(node.value) for node in attributes}
-    return (ast.unparse(node) for node in attributes if id(node) not in beginnings)
+    return imported(tree) + [ast.unparse(node) for node in attributes if id(node) not in beginnings]
 
 
 def uses(trees: Trees) -> Iterator[tuple[str, str]]:
-    """The paths of modules, each with a name that it imports or has in an expression."""
-    for path, tree in trees.items():
-        yield from ((path, name) for name in (*imported(tree), *used_attributes(tree)))
+    """The paths of modules, each with a name that it uses."""
+    return ((path, name) for path, tree in trees.items() for name in used(tree))
 
 
 def may_use(part: str, name: str) -> bool:
@@ -155,7 +158,7 @@ PARTS = {part_of(str(file.relative_to(ROOT))) for file in (ROOT / "zeroshard").r
 def trees() -> Iterator[Trees]:
     """Those of zeroshard; they are large, and gone after these tests."""
     yield modules("zeroshard")
-    for cached in (parsed, docstring_lines, statements):
+    for cached in (parsed, imported, used, docstring_lines, statements):
         cached.cache_clear()
 
 
@@ -214,8 +217,7 @@ PURE = (
 
 def test_layout_arrangement_and_the_lists_of_pipelines_are_pure(trees: Trees) -> None:
     for module in PURE:
-        names = list(imported(trees[f"zeroshard/{module}.py"]))
-        assert not [name for name in names if is_within(name, "torch")], module
+        assert not [name for name in imported(trees[f"zeroshard/{module}.py"]) if is_within(name, "torch")]
 
 
 MEASURED = {
@@ -270,7 +272,7 @@ def test_extras_use_the_public_api_and_no_more_of_the_engine_than_is_listed(tree
 
 
 def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Trees) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(read("pyproject.toml"))["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     known = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in (*project["dependencies"], *extras)}
     roots = {name.partition(".")[0] for tree in trees.values() for name in imported(tree)}
@@ -278,7 +280,7 @@ def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Tr
     assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == {"triton"}
 
 
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+ARCHITECTURE = read("docs/architecture.md")
 DRAWN = ("plan", "parameters", "sharding", "stepping", "comm")
 """The folders whose modules the layer picture names; of the others it has one line."""
 
@@ -300,9 +302,8 @@ def test_the_layer_picture_has_every_part_and_every_module_of_the_core(trees: Tr
 def test_the_first_reading_is_short_enough() -> None:
     listed = ARCHITECTURE.partition("\n## The first reading\n")[2].partition("\n## ")[0]
     files = re.findall(r"`([\w/]+\.py)`", listed)
-    sources = [(ROOT / "zeroshard" / file).read_text(encoding="utf-8") for file in files]
     assert len(files) == len(set(files)) > 12
-    assert sum(map(code_lines, sources)) < 3000
+    assert sum(code_lines(read(f"zeroshard/{file}")) for file in files) < 3000
 
 
 # ---------------------------------------------------------------------------------------------- the budgets
@@ -312,11 +313,8 @@ def test_the_first_reading_is_short_enough() -> None:
 def docstring_lines(tree: ast.Module) -> set[int]:
     """The lines of all docstrings of a module."""
     scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    documented = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, scopes) and ast.get_docstring(node, False) is not None
-    ]
+    nodes = (node for node in ast.walk(tree) if isinstance(node, scopes))
+    documented = [node for node in nodes if ast.get_docstring(node, False) is not None]
     return {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
 
 
@@ -348,7 +346,7 @@ def tokens(source: str) -> int:
 
 def size(paths: Iterable[str]) -> dict[str, int]:
     """Lines of code, statements and tokens of some files."""
-    sources = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
+    sources = list(map(read, paths))
     return {
         "lines of code": sum(map(code_lines, sources)),
         "statements": sum(statements(parsed(source)) for source in sources),
@@ -371,10 +369,13 @@ def says_bool(annotation: ast.expr | None) -> bool:
     return isinstance(annotation, ast.Name) and annotation.id == "bool"
 
 
-def targets_of(target: ast.expr, value: ast.expr) -> Iterable[tuple[ast.expr, ast.expr]]:
-    """Pairs of a target and its value: `a, b = 1, 2` has two."""
+def own_targets(target: ast.expr, value: ast.expr) -> Iterator[str]:
+    """Yield the attributes of `self` that are set to an expression that is a bool: `self.a, b = True, 2`."""
     is_several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-    return zip(target.elts, value.elts, strict=True) if is_several else [(target, value)]  # type: ignore[attr-defined]
+    ones, values = (target.elts, value.elts) if is_several else ([target], [value])
+    for one, given in zip(ones, values, strict=True):
+        if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" and is_boolean(given):
+            yield one.attr
 
 
 def booleans(tree: ast.Module) -> set[str]:
@@ -389,14 +390,9 @@ def booleans(tree: ast.Module) -> set[str]:
             elif isinstance(node, ast.AnnAssign) and (says_bool(node.annotation) or is_boolean(node.value)):
                 names = [ast.unparse(node.target).removeprefix("self.")]
             elif isinstance(node, ast.Assign):
-                pairs = [pair for target in node.targets for pair in targets_of(target, node.value)]
-                names = [target.attr for target, value in pairs if is_of_self(target) and is_boolean(value)]
+                names = [name for target in node.targets for name in own_targets(target, node.value)]
             found.update(f"{owner.name}.{name}" for name in names if "." not in name)
     return found
-
-
-def is_of_self(target: ast.expr) -> bool:
-    return isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
 
 
 def defined_twice(trees: Trees) -> list[str]:
@@ -457,14 +453,12 @@ def files_of_a_step(*, offload: bool) -> list[str]:
 def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
     """The present count of each budget."""
     core = {path: tree for path, tree in trees.items() if part_of(path) in CORE}
-    programs = [(ROOT / path).read_text(encoding="utf-8") for folder in PROGRAMS for path in modules(folder)]
-    pages = [file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")]
+    programs = [read(path) for folder in PROGRAMS for path in modules(folder)]
+    pages = map(read, (ROOT / "docs").rglob("*.md"))
     counts = {f"{unit} of the package": count for unit, count in size(trees).items()}
     counts |= {f"{unit} of the core": count for unit, count in size(core).items()}
     counts["lines of code of examples, benchmarks and tools"] = sum(map(code_lines, programs))
-    counts["lines of the longest file"] = max(
-        len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in trees
-    )
+    counts["lines of the longest file"] = max(len(read(path).splitlines()) for path in trees)
     counts["booleans of the core"] = sum(len(booleans(tree)) for tree in core.values())
     counts["class names that are defined twice"] = len(defined_twice(trees))
     counts["modules that one other module imports"] = sum(len(by) == 1 for by in importers(trees).values())

@@ -28,10 +28,7 @@ def refusal(*args, **kwargs):
     """The message of the ValueError that initialize ends in, before it opens a process group."""
     with pytest.raises(ValueError, match=r"\w") as caught:
         zeroshard.initialize(*args, **kwargs)
-    opened = dist.is_initialized()
-    if opened:
-        dist.destroy_process_group()  # the other tests of this process need none
-    assert not opened
+    assert not dist.is_initialized()
     return str(caught.value)
 
 
@@ -44,13 +41,10 @@ def adamw(model, **options):
 
 @on_ranks(2)
 def test_it_returns_engine_optimizer_dataloader_and_scheduler_in_the_order_scripts_unpack():
-    model = Tiny()
+    model, data = Tiny(), TensorDataset(torch.arange(8.0))
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    data = TensorDataset(torch.arange(8.0))
-    given = zeroshard.initialize(
-        model, optimizer, training_data=data, lr_scheduler=scheduler, loss_fn=nn.functional.mse_loss
-    )
+    given = zeroshard.initialize(model, optimizer, training_data=data, lr_scheduler=scheduler)
     engine, made, loader, schedule = given
     assert type(given) is Initialized
     assert given == (given.engine, given.optimizer, given.dataloader, given.lr_scheduler)
@@ -102,16 +96,15 @@ def test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimize
         assert hasattr(scheduler, "step")
 
 
-def collate_doubled(samples):
-    return torch.stack([2 * sample for (sample,) in samples])
-
-
 @on_ranks(2)
 def test_training_data_becomes_a_dataloader_with_the_micro_batch_size_and_collate_fn():
+    def double(samples):
+        return torch.stack([2 * sample for (sample,) in samples])
+
     data, config = TensorDataset(torch.arange(12.0)), {"micro_batch_size": 3}
     plain, doubled = (
         zeroshard.initialize(Tiny(), None, config, training_data=data, collate_fn=collate_fn).dataloader
-        for collate_fn in (None, collate_doubled)
+        for collate_fn in (None, double)
     )
     plain = [x.tolist() for (x,) in plain]
     assert [len(batch) for batch in plain] == [3, 3]
@@ -157,24 +150,23 @@ def test_every_rank_gets_the_parameters_and_buffers_of_rank_0(stage):
         assert torch.equal(got[name], value), name
 
 
-@on_ranks(2, process_group=False)
-def test_under_torchrun_it_opens_the_process_group_itself():
-    assert not dist.is_initialized()
-    engine, optimizer, _, _ = zeroshard.initialize(Tiny(), torch.optim.AdamW)
-    square_loss(engine, 0).backward()
-    optimizer.step()
-    assert (dist.get_backend(), engine.mesh.size(), dist.get_world_size()) == ("gloo", 2, 2)
+# --------------------------------------------------------------------------------------- what is refused
 
 
-# --------------------------------------------------------------------------------------- refused: config
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
 
 
-@pytest.mark.parametrize("model", [None, lambda x: x, Tiny])
-def test_a_model_that_is_no_module_is_refused(model):
-    assert refusal(model).startswith("expected a torch.nn.Module as model, got ")
-
-
-# ------------------------------------------------------------------------------------ refused: optimizers
+def test_what_is_no_model_no_optimizer_and_no_data_is_refused():
+    for model in (None, lambda x: x, Tiny):
+        assert refusal(model).startswith("expected a torch.nn.Module as model, got ")
+    expected = "expected a torch.optim.Optimizer or a callable that makes one, got "
+    for optimizer in (lambda parameters: None, lambda parameters: "AdamW"):
+        assert refusal(Tiny(), optimizer).startswith(expected)
+    expected = "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
+    for data in ([], TensorDataset(torch.ones(0, 3)), Endless(), 3):
+        assert refusal(Tiny(), training_data=data).startswith(expected)
 
 
 def test_foreign_parameters_are_refused_with_their_shapes_and_groups():
@@ -235,12 +227,6 @@ def test_optimizers_of_others_that_need_whole_tensors_are_refused_by_name(name):
             assert refusal(model, optimizer).startswith(f"{shown} needs whole tensors (")
 
 
-@pytest.mark.parametrize("optimizer", [lambda parameters: None, lambda parameters: "AdamW"])
-def test_what_is_no_optimizer_is_refused(optimizer):
-    message = refusal(Tiny(), optimizer)
-    assert message.startswith("expected a torch.optim.Optimizer or a callable that makes one, got ")
-
-
 @on_ranks(2)
 def test_an_unknown_optimizer_warns_once_where_initialize_is_called_and_trains():
     # torch runs the hooks of steps for a class and for its base; a step counts once nevertheless.
@@ -269,47 +255,23 @@ def test_an_unknown_optimizer_warns_once_where_initialize_is_called_and_trains()
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in state.items())
 
 
-# ---------------------------------------------------------------------- refused: schedulers, data, the loss
-
-
-PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
-NO_SCHEDULER = "expected a scheduler whose step() needs no argument, got "
-
-
-@pytest.mark.parametrize(
-    ("make", "choose", "text"),
-    [
-        (None, lambda own, other: own, "expected an optimizer to go with it, got None"),
-        (adamw, lambda own, other: other, "belongs to another optimizer than the one given"),
-        (adamw, lambda own, other: 3, f"{NO_SCHEDULER}int"),
-        (adamw, lambda own, other: PLATEAU(own.optimizer), f"{NO_SCHEDULER}ReduceLROnPlateau"),
-        (adamw, lambda own, other: PLATEAU, f"{NO_SCHEDULER}ReduceLROnPlateau"),
-        (adamw, lambda own, other: lambda optimizer: None, f"{NO_SCHEDULER}NoneType"),
-    ],
-)
-def test_what_is_no_scheduler_of_the_optimizer_is_refused(make, choose, text):
-    model = Tiny()
+def test_what_is_no_scheduler_of_the_optimizer_is_refused():
+    model, plateau = Tiny(), torch.optim.lr_scheduler.ReduceLROnPlateau
     own, other = (torch.optim.lr_scheduler.StepLR(adamw(model), 1) for _ in range(2))
-    given = choose(own, other)
-    for scheduler in (given, lambda optimizer: given) if given in (own, other) else (given,):
-        message = refusal(model, make and own.optimizer, lr_scheduler=scheduler)
+    wrong = "expected a scheduler whose step() needs no argument, got "
+    for optimizer, given, text in (
+        (None, own, "expected an optimizer to go with it, got None"),
+        (None, lambda _: own, "expected an optimizer to go with it, got None"),
+        (own.optimizer, other, "belongs to another optimizer than the one given"),
+        (own.optimizer, lambda _: other, "belongs to another optimizer than the one given"),
+        (own.optimizer, 3, f"{wrong}int"),
+        (own.optimizer, plateau(own.optimizer), f"{wrong}ReduceLROnPlateau"),
+        (own.optimizer, plateau, f"{wrong}ReduceLROnPlateau"),
+        (own.optimizer, lambda _: None, f"{wrong}NoneType"),
+    ):
+        message = refusal(model, optimizer, lr_scheduler=given)
         assert message.startswith("lr_scheduler")
         assert message.endswith(text)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(())
-
-
-@pytest.mark.parametrize("data", [[], TensorDataset(torch.ones(0, 3)), Endless(), 3])
-def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
-    message = refusal(Tiny(), training_data=data)
-    expected = "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
-    assert message.startswith(expected)
-
-
-# ---------------------------------------------------------------------- refused: models, once ranks are there
 
 
 @on_ranks(2)
@@ -328,75 +290,50 @@ def test_a_model_that_is_sharded_already_in_whole_or_in_part_is_refused():
 # ------------------------------------------------------------------------------------ ranks that disagree
 
 
-def frozen(model):
-    model.outer.bias.requires_grad_(False)
-    return model
-
-
-def tied(model):
-    model.second.weight = model.first.weight
-    return model
-
-
-def with_buffer(model, **options):
-    model.register_buffer("table", torch.zeros(3, **options))
-    return model
-
-
-def two_layers():
+def two_layers(table=None, *, frozen=False, tied=False):
     model = nn.Module()
     model.first, model.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    model.second.requires_grad_(not frozen)
+    model.second.weight = model.first.weight if tied else model.second.weight
+    model.register_buffer("table", table)
     return model
-
-
-def given(model=Tiny, optimizer=None, config=None):
-    return model, optimizer, config
 
 
 def sgd(lr=0.1, order=1):
     return lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters[::order]], lr=lr)
 
 
-OUTER, SECOND = "parameter 'outer.bias' (3,) torch.float32", "parameter 'second.weight' (3, 3) torch.float32"
-
-# Of rank 0 (and 2) and of rank 1, each with what the message shows of it.
-DISAGREEMENTS = [
-    (
-        (given(lambda: nn.Linear(5, 7)), "parameter 'weight' (7, 5) torch.float32"),
-        (given(lambda: nn.Linear(5, 8)), "parameter 'weight' (8, 5) torch.float32"),
-    ),
-    (
-        (given(optimizer=torch.optim.AdamW), "optimizer AdamW group 0 of 9 parameters"),
-        (given(), "no optimizer"),
-    ),
-    (
-        (given(optimizer=sgd(0.5)), "optimizer SGD group 0 lr=0.5"),
-        (given(optimizer=sgd(0.25)), "optimizer SGD group 0 lr=0.25"),
-    ),
-    ((given(), OUTER), (given(lambda: frozen(Tiny())), f"{OUTER} frozen")),
-    ((given(two_layers), SECOND), (given(lambda: tied(two_layers())), f"{SECOND} tied to 'first.weight'")),
-    (
-        (given(lambda: with_buffer(Tiny())), "buffer 'table' (3,) torch.float32"),
-        (given(lambda: with_buffer(Tiny(), dtype=torch.float64)), "buffer 'table' (3,) torch.float64"),
-    ),
-    ((given(config={"stage": 3}), "config stage=3"), (given(config={"stage": 2}), "config stage=2")),
-    (
-        (given(two_layers, sgd()), "optimizer SGD group 0 with 'first.weight'"),
-        (given(two_layers, sgd(order=-1)), "optimizer SGD group 0 with 'second.weight'"),
-    ),
-]
+SECOND = "parameter 'second.weight' (3, 3) torch.float32"
 
 
 @on_ranks(3)
 def test_ranks_that_differ_learn_the_first_difference_and_who_has_it():
-    for usual, odd in DISAGREEMENTS:
-        (make, optimizer, config), _ = odd if dist.get_rank() == 1 else usual
+    """In pairs: what ranks 0 and 2 are given, and rank 1; each with what the message shows of it."""
+    given = [
+        (nn.Linear(5, 7), None, {}, "parameter 'weight' (7, 5) torch.float32"),
+        (nn.Linear(5, 8), None, {}, "parameter 'weight' (8, 5) torch.float32"),
+        (Tiny(), torch.optim.AdamW, {}, "optimizer AdamW group 0 of 9 parameters"),
+        (Tiny(), None, {}, "no optimizer"),
+        (Tiny(), sgd(0.5), {}, "optimizer SGD group 0 lr=0.5"),
+        (Tiny(), sgd(0.25), {}, "optimizer SGD group 0 lr=0.25"),
+        (two_layers(), None, {}, SECOND),
+        (two_layers(frozen=True), None, {}, f"{SECOND} frozen"),
+        (two_layers(), None, {}, SECOND),
+        (two_layers(tied=True), None, {}, f"{SECOND} tied to 'first.weight'"),
+        (two_layers(torch.zeros(3)), None, {}, "buffer 'table' (3,) torch.float32"),
+        (two_layers(torch.zeros(3).double()), None, {}, "buffer 'table' (3,) torch.float64"),
+        (Tiny(), None, {"stage": 3}, "config stage=3"),
+        (Tiny(), None, {"stage": 2}, "config stage=2"),
+        (two_layers(), sgd(), {}, "optimizer SGD group 0 with 'first.weight'"),
+        (two_layers(), sgd(order=-1), {}, "optimizer SGD group 0 with 'second.weight'"),
+    ]
+    told = "the ranks were given different models, configs, optimizers or data: "
+    for usual, odd in zip(given[::2], given[1::2], strict=True):
+        model, optimizer, config, _ = odd if dist.get_rank() == 1 else usual
         with pytest.raises(RuntimeError) as caught:
-            zeroshard.initialize(make(), optimizer, config)
-        assert str(caught.value).startswith(
-            "the ranks were given different models, configs, optimizers or data: "
-            f"rank(s) 0, 2 have {usual[1]}; rank(s) 1 have {odd[1]}"
-        )
+            zeroshard.initialize(model, optimizer, config)
+        expected = f"{told}rank(s) 0, 2 have {usual[-1]}; rank(s) 1 have {odd[-1]}"
+        assert str(caught.value).startswith(expected)
     engine, optimizer, _, _ = zeroshard.initialize(Tiny(), torch.optim.SGD)
     square_loss(engine, 0).backward()
     optimizer.step()

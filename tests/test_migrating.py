@@ -55,14 +55,7 @@ def run(block, rank, **names):
         (torch.stack([dataset[i][0] for i in batch]), torch.stack([dataset[i][1] for i in batch]))
         for batch in torch.arange(16).view(4, 4)[:, 2 * rank : 2 * rank + 2].tolist()
     ]
-    names |= {
-        "model": Net(),
-        "dataset": dataset,
-        "loader": loader,
-        "torch": torch,
-        "F": F,
-        "math": math,
-    }
+    names |= {"model": Net(), "dataset": dataset, "loader": loader, "torch": torch, "F": F, "math": math}
     exec(block, names)
     return names
 
@@ -72,16 +65,9 @@ def test_what_a_ddp_script_becomes_trains_the_same(tmp_path):
     """The mean on held-out data, and the file that rank 0 writes."""
     rank = int(os.environ["RANK"])
     generator = torch.Generator().manual_seed(1)
-    library = {
-        "held_out": [(torch.randn(16, generator=generator), torch.tensor(i % 3)) for i in range(8)],
-        "zeroshard": zeroshard,
-        "contextlib": contextlib,
-        "build_model": Net,
-        "dist": dist,
-        "DataLoader": DataLoader,
-        "DistributedDataParallel": DistributedDataParallel,
-        "DistributedSampler": DistributedSampler,
-    }
+    library = {"held_out": [(torch.randn(16, generator=generator), torch.tensor(i % 3)) for i in range(8)]}
+    library |= {"zeroshard": zeroshard, "contextlib": contextlib, "build_model": Net, "dist": dist}
+    library |= {kind.__name__: kind for kind in (DataLoader, DistributedDataParallel, DistributedSampler)}
     ended = []
     for first_line in ("DDP", "zeroshard"):
         (script,) = blocks(FROM_DDP, first_line)
@@ -123,14 +109,9 @@ def test_evaluation_on_rank_0_alone_works_up_to_stage_2_and_is_an_error_at_stage
 @on_ranks(2)
 def test_what_an_fsdp2_script_becomes_trains_the_same():
     rank = int(os.environ["RANK"])
-    library = {
-        "zeroshard": zeroshard,
-        "contextlib": contextlib,
-        "fully_shard": fully_shard,
-        "MixedPrecisionPolicy": MixedPrecisionPolicy,
-        "StateDictOptions": StateDictOptions,
-        "get_model_state_dict": get_model_state_dict,
-    }
+    library = {"zeroshard": zeroshard, "contextlib": contextlib}
+    used = (fully_shard, MixedPrecisionPolicy, StateDictOptions, get_model_state_dict)
+    library |= {one.__name__: one for one in used}
     (theirs,), (ours,) = (blocks(FROM_FSDP2, first_line) for first_line in ("FSDP2", "zeroshard"))
     fsdp2 = run(theirs, rank, **library)
     expected = copy.deepcopy(fsdp2["state_dict"])
@@ -161,20 +142,18 @@ def test_what_a_deepspeed_script_becomes_takes_its_steps(tmp_path):
 FALLING = [0.0001 + 0.9999 * (1 + math.cos(math.pi * part)) / 2 for part in (0.25, 0.5, 0.75, 1.0, 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("WarmupLR", [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]),
-        ("WarmupDecayLR", [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
-        ("WarmupCosineLR", [0.0, 0.0, 0.25, 0.5, 0.75, *FALLING]),
-    ],
-)
-def test_a_factor_of_the_table_of_schedules_is_the_one_of_deepspeed(kind, expected):
-    (factor,) = re.findall(rf"^\| `{kind}` \| `(.*)` \|$", FROM_DEEPSPEED, re.MULTILINE)
+def test_a_factor_of_the_table_of_schedules_is_the_one_of_deepspeed():
     (rise,) = re.findall(r"or `(.*?)` with `\"warmup_type\": \"linear\"`", FROM_DEEPSPEED)
-    names = {"W": 4, "T": 8, "math": math}
-    rates = [eval(factor, names | {"step": n, "rise": eval(rise, names | {"step": n})}) for n in range(11)]
-    assert rates[: len(expected)] == pytest.approx(expected)
+    names, begin = {"W": 4, "T": 8, "math": math}, [0.0, 0.0, 0.25, 0.5, 0.75]
+    for kind, end in (
+        ("WarmupLR", [1.0, 1.0]),
+        ("WarmupDecayLR", [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ("WarmupCosineLR", FALLING),
+    ):
+        (factor,) = re.findall(rf"^\| `{kind}` \| `(.*)` \|$", FROM_DEEPSPEED, re.MULTILINE)
+        for step, expected in enumerate(begin + end):
+            now = names | {"step": step}
+            assert eval(factor, now | {"rise": eval(rise, now)}) == pytest.approx(expected)
 
 
 ROWS = re.findall(r'^\| `("\w+": .*)` \| `(.*)` \|$', FROM_DEEPSPEED, re.MULTILINE)
@@ -183,20 +162,16 @@ ROWS = re.findall(r'^\| `("\w+": .*)` \| `(.*)` \|$', FROM_DEEPSPEED, re.MULTILI
 @pytest.mark.parametrize(("theirs", "ours"), ROWS)
 @pytest.mark.filterwarnings("ignore:DeepSpeed config")
 def test_a_row_of_the_key_table_is_true(theirs, ours):
+    assert len(ROWS) == TEXT.count('\n| `"')
     expected = eval(f"dict({ours})", {name: getattr(zeroshard, name) for name in zeroshard.__all__})
     assert Config.from_deepspeed(json.loads(f"{{{theirs}}}")) == Config(**{"stage": 0} | expected)
 
 
-def test_the_key_table_is_found():
-    assert len(ROWS) == TEXT.count('\n| `"')
-
-
-OPTIONS = re.findall(r"`((?:units|num_prefetch|shard_group_size|offload)=[^`]*)`", FROM_FSDP2)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_an_option_that_replaces_something_of_fsdp2_exists(options):
-    Config(**eval(f"dict({options})", {"Offload": zeroshard.Offload}))
+def test_the_options_that_replace_something_of_fsdp2_exist():
+    found = re.findall(r"`((?:units|num_prefetch|shard_group_size|offload)=[^`]*)`", FROM_FSDP2)
+    assert found
+    for options in found:
+        Config(**eval(f"dict({options})", {"Offload": zeroshard.Offload}))
 
 
 @on_ranks(1)

@@ -91,13 +91,8 @@ NO_TEST = broken("no_test", "a < 0", "False", "tests/test_sums.py::test_of_anoth
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
     root = tmp_path / "checkout"
-    files = {
-        "zeroshard/sums.py": CODE,
-        "tests/test_sums.py": TESTS,
-        "left_out.pyc": "",
-        ".gitignore": "*.pyc",
-    }
-    files["pytest.ini"] = "[pytest]\nmarkers = long\n"
+    files = {"zeroshard/sums.py": CODE, "tests/test_sums.py": TESTS, "left_out.pyc": ""}
+    files |= {".gitignore": "*.pyc", "pytest.ini": "[pytest]\nmarkers = long\n"}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The Python blocks of the pages run, and drawings and messages are those of the code.
+"""The pages are true where a program can tell: blocks run; links, tables, messages are looked up.
 
 All blocks of a page run one after another, with the same names, on as many ranks as `PAGES` says.
 `tests/given.py` has the names that some pages take as given. A comment before a block of Markdown says more
@@ -17,32 +17,45 @@ import io
 import itertools
 import os
 import re
+import runpy
 import shlex
 import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import zeroshard
 from tests.given import GIVEN
+from tests.ranks import on_ranks
 from tools.links import problems
+from zeroshard import Config
 from zeroshard.cli.main import build_parser
+from zeroshard.config.checked import flat
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.plan.arrangement import Arrangement
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+
+
+def read(path: Path | str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 TESTED_ELSEWHERE = {"migrating.md", "index.md"}
-"""The pages whose blocks other test files run: tests/test_migrating.py and tests/test_docs.py."""
+"""The pages whose blocks other tests run: tests/test_migrating.py, and the example of the README below."""
 
 PAGES = {
     path.name: 4 if path.name == "concepts.md" else 2
     for path in sorted(DOCS.glob("*.md"))
-    if "\n```python\n" in path.read_text(encoding="utf-8") and path.name not in TESTED_ELSEWHERE
+    if "\n```python\n" in read(path) and path.name not in TESTED_ELSEWHERE
 }
 """The pages whose Python blocks run, with the number of ranks."""
 
@@ -65,7 +78,7 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> list[Block]:
     """The blocks of a page, in order, each with the comment before it."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = read(DOCS / page)
     found = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert text.count("\n```") == 2 * len(found), "each block begins at the begin of a line, and ends"
     return [Block(*parts) for parts in found]
@@ -152,16 +165,14 @@ def test_the_commands_of_a_page_exist_with_their_options(page: str) -> None:
 
 # -------------------------------------------------------------------------------------------- the messages
 
-MESSAGES = re.findall(
-    r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
-)
+MESSAGES = re.findall(r"^### `(.*)`$", read("docs/troubleshooting.md"), re.MULTILINE)
 
 
 def templates() -> list[str]:
     """All strings of the package, with a NUL in place of each value that is formatted into them."""
     found = []
     for path in sorted((ROOT / "zeroshard").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(read(path))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(_part(value) for value in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -191,14 +202,14 @@ def test_each_message_of_the_page_is_one_of_the_package() -> None:
 
 @pytest.mark.parametrize("path", sorted((DOCS / "drawings").glob("*.svg")), ids=lambda path: path.stem)
 def test_a_drawing_is_shown_has_a_title_and_loads_nothing(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+    text = read(path)
     root = ET.fromstring(text)
     name = {"svg": "http://www.w3.org/2000/svg"}
     assert root.findtext("svg:title", "", name)
     assert root.findtext("svg:desc", "", name)
     assert "href" not in text
     assert "url(http" not in text
-    assert f"](drawings/{path.name})" in (DOCS / "concepts.md").read_text(encoding="utf-8")
+    assert f"](drawings/{path.name})" in read("docs/concepts.md")
 
 
 def test_the_drawings_of_1f1b_and_of_the_mesh_are_the_schedule_and_its_groups() -> None:
@@ -223,9 +234,8 @@ def test_the_drawings_of_1f1b_and_of_the_mesh_are_the_schedule_and_its_groups() 
 
 def test_the_site_has_all_pages() -> None:
     """`make docs` fails at a page that is in no menu; this test tells so without mkdocs."""
-    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"^ +- [^:]+: (\w+\.md)", site, re.MULTILINE)
-    outer = set(re.findall(r'\.md": "(\w+\.md)"', (ROOT / "tools/pages.py").read_text(encoding="utf-8")))
+    listed = re.findall(r"^ +- [^:]+: (\w+\.md)", read("mkdocs.yml"), re.MULTILINE)
+    outer = set(re.findall(r'\.md": "(\w+\.md)"', read("tools/pages.py")))
     assert "overview.md" in outer
     assert outer <= {*listed}
     assert sorted({*listed} - outer) == sorted(path.name for path in DOCS.glob("*.md"))
@@ -248,8 +258,105 @@ def test_the_check_of_a_site_finds_dead_links_and_files_from_elsewhere(tmp_path:
 
 
 def test_the_page_of_the_api_has_all_public_names() -> None:
-    text = (DOCS / "api.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^::: (zeroshard\.[\w.]+)$", text, re.MULTILINE)
+    shown = re.findall(r"^::: (zeroshard\.[\w.]+)$", read("docs/api.md"), re.MULTILINE)
     public = {f"zeroshard.{name}" for name in zeroshard.__all__} - {"zeroshard.optim"}
     public |= {f"zeroshard.optim.{name}" for name in zeroshard.optim.__all__}
     assert sorted(shown) == sorted(public)
+
+
+# ------------------------------------------------------------------------------ links, tables and the README
+
+
+OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/diary.md"]
+CONFIG_ROWS = re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \| ", read("docs/reference.md"), re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", read(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", sorted([*OUTSIDE, *DOCS.glob("*.md")]), ids=lambda page: page.name)
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", read(page), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_table_of_the_config_has_every_key_and_its_default() -> None:
+    assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == flat(Config())
+
+
+def test_the_tables_of_offload_are_those_of_the_estimates() -> None:
+    page = read("docs/offload.md")
+    computed = runpy.run_path(str(ROOT / "benchmarks/offload_fit.py"))
+    for name in ("settings", "bytes"):
+        table = page.partition(f"<!-- {name}: ")[2].partition("-->\n")[2].partition("\n<!-- end")[0]
+        assert table == computed[f"{name}_table"]()
+
+
+(README_EXAMPLE,) = re.findall(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
+
+
+def test_the_home_page_has_the_example_of_the_readme() -> None:
+    assert re.findall(r"```python\n(.*?)```", read("docs/index.md"), re.DOTALL) == [README_EXAMPLE]
+
+
+@on_ranks(2)
+def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path), mock.patch.dict(os.environ, HOME=str(tmp_path)):  # of the cache
+        if dist.get_rank() == 0:
+            Path("corpus.txt").write_text("Some text of several blocks. " * 200, encoding="utf-8")
+        bytes_of = next(GIVEN["data.md"]())["tokenizer"]  # all ranks meet there
+
+        def tokenizer(text: str, return_tensors: str) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=torch.tensor([bytes_of.encode(text)]))
+
+        with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=tokenizer):
+            exec(README_EXAMPLE, names)
+        assert names["engine"].global_step > 0
+        assert 0 < names["loss"].item() < 5
+        assert Path("out/config.json").is_file()
+        assert list(Path("out").glob("*.safetensors"))
+
+
+ARCHITECTURE = read("docs/architecture.md")
+STOPS = re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", ARCHITECTURE)
+
+
+def defined(path: str) -> set[str]:
+    """The functions, classes and methods that a module of the package defines, without importing it."""
+    names = set()
+    for node in ast.parse(read(f"zeroshard/{path}")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names.update(
+                f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)
+            )
+    return names
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(STOPS)))
+def test_a_stop_of_the_architecture_exists(path: str, name: str) -> None:
+    assert name in defined(path)
+
+
+def test_the_architecture_has_each_life_once_and_all_of_its_stops_are_found() -> None:
+    titles = re.findall(r"^## (The life of .*)$", ARCHITECTURE, re.MULTILINE)
+    assert titles == [f"The life of a {what}" for what in ("unit", "gradient", "step", "micro-batch")]
+    assert len(STOPS) == len(re.findall(r"`[\w/]+\.py:\s", ARCHITECTURE)) > 50
+
+
+def test_the_glossary_has_few_words() -> None:
+    glossary = ARCHITECTURE.partition("\n## Words\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \|", glossary, re.MULTILINE)[1:]
+    words = [word for row in rows for word in row.split(", ")]
+    assert len(words) == len(set(words)) <= 45
