@@ -302,8 +302,11 @@ def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
 # ----------------------------------------------------------------------------- the ranks that are there
 
 
+QUICKLY = mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64}, _WIDTHS_OF_PROBES=(64, 256))
+
+
 @on_ranks(2)
-@mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64})  # measured in no time
+@QUICKLY
 def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
     model = llama(blocks=2, width=64, vocabulary=128)
     engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "auto").engine
@@ -317,7 +320,7 @@ def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
 
 
 @on_ranks(2)
-@mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64})  # measured in no time
+@QUICKLY
 def test_any_model_is_measured_with_its_samples(num_ranks: int) -> None:
     model = nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(4)))
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 32))
