@@ -93,9 +93,7 @@ def test_a_batch_that_cannot_be_loaded_is_passed_by():
 
 
 @given(LENGTHS, st.lists(st.tuples(NUM_RANKS, BATCH_SIZES, st.integers(0, 4)), max_size=5), st.data())
-def test_an_epoch_cut_at_any_batches_and_continued_in_other_layouts_takes_every_sample_once(
-    length, layouts, data
-):
+def test_an_epoch_that_is_continued_in_other_layouts_takes_every_sample_once(length, layouts, data):
     layouts.append((data.draw(NUM_RANKS), data.draw(BATCH_SIZES), None))  # to the end
     whole = torch_order(length, epoch=0)
     state, taken = loader(length).state_dict(), []

@@ -113,9 +113,7 @@ def script(*parts: str, stage: int = 3, watchdog_s: float = 60.0, **values: obje
 
 
 @pytest.mark.long
-def test_a_script_that_simply_ends_exits_with_0_says_nothing_and_leaves_no_thread_of_the_groups(
-    run: Forks,
-) -> None:
+def test_a_script_that_simply_ends_says_nothing_and_leaves_no_thread_of_the_groups(run: Forks) -> None:
     endings = run(*[script(TRAIN, stage=stage) for stage in (0, 1, 2, 3)])
     assert [(ending.code, ending.output) for pair in endings for ending in pair] == [(0, "")] * 8
     for pair in run(*[script(TRAIN, LIST_THREADS, stage=stage) for stage in (1, 3)]):

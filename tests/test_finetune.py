@@ -46,6 +46,9 @@ class Ended(NamedTuple):
     drawn: list[Any]
 
 
+Run = Callable[..., Ended]
+
+
 def finetune(folder: str, *arguments: str, dies_at: int | None = None, draws: bool = False) -> Ended:
     """Run the example in this process, from `folder`; raise in the backward of the step `dies_at`.
 
@@ -93,7 +96,7 @@ def example_modules() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(ranks: Ranks, tmp_path: Path) -> Callable[..., Ended]:
+def run(ranks: Ranks, tmp_path: Path) -> Run:
     """Runs the example on some ranks, and gives what rank 0 has."""
 
     def run(num_ranks: int, *arguments: str, **kwargs: Any) -> Ended:
@@ -144,9 +147,7 @@ def held_out_losses(printed: str) -> list[float]:
 # ------------------------------------------------------------------------------------------- the small Llama
 
 
-def test_two_ranks_learn_and_show_the_memory_they_held(
-    run: Callable[..., Ended], text: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_learn_and_show_the_memory_they_held(run: Run, text: Path, tmp_path: Path) -> None:
     log = ("--metrics", "jsonl:log/metrics.jsonl", "--metrics-every", "10")
     options = ["--data", str(text), "--steps", "15", "--accumulate", "2", "--output", "out", *log]
     ended = run(2, *TINY, *options, draws=True)
@@ -177,9 +178,7 @@ def test_two_ranks_learn_and_show_the_memory_they_held(
     assert "NOT be kept" not in ended.printed
 
 
-def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
-    run: Callable[..., Ended], text: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(run: Run, text: Path) -> None:
     common = [*TINY, "--data", str(text), "--steps", "6", "--save-every", "2", "--resume", "auto"]
     alone = run(2, *common, "--checkpoint-dir", "alone")
     assert alone.code is None, alone
@@ -193,7 +192,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(
     assert len(again.drawn[1]) == 6
 
 
-def test_a_mistake_is_one_line(run: Callable[..., Ended]) -> None:
+def test_a_mistake_is_one_line(run: Run) -> None:
     for arguments, message in (
         (["--data", "no/such/file.txt"], "no/such/file.txt"),
         (["--lora", "4"], "--lora: expected --model with it"),
@@ -209,9 +208,7 @@ def test_a_mistake_is_one_line(run: Callable[..., Ended]) -> None:
         assert "Traceback" not in ended.printed
 
 
-def test_a_folder_that_cannot_be_written_to_ends_all_ranks_before_the_first_step(
-    ranks: Ranks, text: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_to_ends_all_ranks(ranks: Ranks, text: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     options = [*TINY, "--data", str(text), "--steps", "2", "--checkpoint-dir", str(tmp_path / "link")]
     expected = "finetune.py: --checkpoint-dir: expected a folder that can be written to: "
@@ -223,7 +220,7 @@ def test_a_folder_that_cannot_be_written_to_ends_all_ranks_before_the_first_step
 
 
 def test_a_pretrained_model_is_asked_and_saved(
-    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+    run: Run, chats: Path, pretrained: Path, tmp_path: Path
 ) -> None:
     options = ["--data", str(chats), "--seq-len", "64", "--epochs", "4", "--lr", "1e-2", "--recompute"]
     questions = tmp_path / "questions.jsonl"
@@ -265,9 +262,8 @@ def questions_of(file: Path) -> list[tuple[str, str]]:
 def answer_alone(model: Any, tokenizer: Any, question: str, num_tokens: int = 8) -> str:
     """The most probable answer to one question, by transformers alone."""
     chat = [{"role": "user", "content": question}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    ids = tokenizer.apply_chat_template(chat, **how)
     how = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
     written = model.generate(**ids, **how)[0, ids["input_ids"].shape[1] :]
     return str(tokenizer.decode(written, skip_special_tokens=True)).strip()
@@ -275,7 +271,7 @@ def answer_alone(model: Any, tokenizer: Any, question: str, num_tokens: int = 8)
 
 def test_each_fact_of_the_demo_is_asked_in_words_that_are_not_trained() -> None:
     trained, held_out = (
-        questions_of(EXAMPLES / "questions" / name) for name in ("trained.jsonl", "held_out.jsonl")
+        questions_of(EXAMPLES / f"questions/{name}.jsonl") for name in ("trained", "held_out")
     )
     questions = [question for question, _ in trained + held_out]
     assert len(set(questions)) == len(questions)
@@ -307,8 +303,8 @@ def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells(ranks: Ranks, t
 
 
 @pytest.mark.long
-def test_adapters_over_codes_are_trained_alone_and_saved(
-    run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path
+def test_adapters_over_codes_are_trained_alone(
+    run: Run, chats: Path, pretrained: Path, tmp_path: Path
 ) -> None:
     options = ["--data", str(chats), "--seq-len", "64", "--epochs", "8", "--lr", "5e-2", "--output", "out"]
     ended = run(2, "--model", str(pretrained), *options, "--lora", "4", "--quantize", "nf4")

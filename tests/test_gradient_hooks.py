@@ -34,8 +34,7 @@ RANK, WARM_UP = 2, 3
 
 def build(bias=True):
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(i, o, bias=bias), nn.Tanh()) for o, i in SIZES]
-    return nn.Sequential(*layers)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(i, o, bias=bias), nn.Tanh()) for o, i in SIZES))
 
 
 def power():

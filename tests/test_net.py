@@ -11,6 +11,7 @@ import subprocess
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,8 @@ def test_refuse():
 
 
 def broken(name: str, find: str, replace: str, tests: str = "tests/test_sums.py") -> Break:
-    return Break(
-        name=name, says="Wrong.", file="zeroshard/sums.py", find=find, replace=replace, tests=(tests,)
-    )
+    where = {"file": "zeroshard/sums.py", "tests": (tests,)}
+    return Break(name=name, says="Wrong.", find=find, replace=replace, **where)
 
 
 FOUND = broken("found", "a + b", "a - b")
@@ -100,9 +100,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_the_runner_shows_which_breaks_are_found(
-    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_runner_shows_which_breaks_are_found(checkout: Path, tmp_path: Path, capsys: Any) -> None:
     assert not find_breaks(checkout, [NO_TEST], tmp_path / "none")
     assert capsys.readouterr().out.startswith("FAILS")
     assert not find_breaks(checkout, [FOUND, MISSED], tmp_path / "copies")

@@ -138,9 +138,7 @@ def test_type_checkers_see_the_names_that_are_imported_when_they_are_used() -> N
     import zeroshard
 
     body = ast.parse(Path(zeroshard.__file__).read_text(encoding="utf-8")).body
-    (seen,) = (
-        node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
+    [seen] = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: node.module for node in imports for alias in node.names}
     assert all(alias.asname == alias.name for node in imports for alias in node.names)  # exported by that

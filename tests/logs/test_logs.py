@@ -11,11 +11,10 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from importlib.machinery import ModuleSpec
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -306,51 +305,33 @@ def test_tensorboard_has_all_and_hides_points_that_a_resumed_run_repeats(tmp_pat
     assert '"zeroshard.stage": 3' in text
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    """Put a module in the place of a package's."""
-    module = ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    vars(module).update(attributes)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-class Calls(list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
-    """Notes the calls of an object with any method; each returns what `answers` has for it."""
-
-    def __init__(self, **answers: Any) -> None:
-        self._answers = answers
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.append((name, args, kwargs))
-            return self._answers.get(name)
-
-        return call
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """Put an object that notes its calls in the place of a package."""
+    package = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, name, package)
+    return package
 
 
 def test_weights_and_biases_gets_config_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    package = Calls(init=calls)
-    stand_in(monkeypatch, "wandb", init=package.init)
+    package = stand_in(monkeypatch, "wandb")
     write(open_target("wandb:demo", RUN))
-    assert package == [("init", (), {"project": "demo", "config": dict(RUN.config)})]
-    first, second, third, end = calls
-    assert first == ("log", ({f"train/{name}": value for name, value in VALUES.items()},), {"step": 10})
-    assert second == ("log", ({"train/held_out": 3.5},), {"step": 10})
-    assert third[2] == {"step": 20}
-    assert end == ("finish", (), {})
+    package.init.assert_called_once_with(project="demo", config=dict(RUN.config))
+    first, second, third, end = package.init.return_value.mock_calls
+    assert first == mock.call.log({f"train/{name}": value for name, value in VALUES.items()}, step=10)
+    assert second == mock.call.log({"train/held_out": 3.5}, step=10)
+    assert third.kwargs == {"step": 20}
+    assert end == mock.call.finish()
 
 
 def test_mlflow_gets_parameters_metrics_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls(start_run=SimpleNamespace(info=SimpleNamespace(run_id="r1")))
-    names = ("set_tracking_uri", "start_run", "log_params", "log_metrics", "end_run")
-    stand_in(monkeypatch, "mlflow", **{name: getattr(calls, name) for name in names})
+    package = stand_in(monkeypatch, "mlflow")
+    package.start_run.return_value.info.run_id = "r1"
     write(open_target("mlflow:sqlite:///mlflow.db", RUN))
     write(open_target("mlflow", RUN._replace(config={"key": "x" * 600})))
-    sent = [*["log_metrics"] * 3, "end_run"]
-    assert [name for name, _, _ in calls] == [*names[:3], *sent, *names[1:3], *sent]
-    assert calls[0][1] == ("sqlite:///mlflow.db",)
-    params = [args[0] for name, args, _ in calls if name == "log_params"]
-    first = {"lr": "0.1", "zeroshard.stage": "3", "zeroshard.mesh.tp": "2"}
-    assert params == [first, {"key": "x" * 500}]
-    assert calls[3] == ("log_metrics", (VALUES,), {"step": 10, "run_id": "r1"})
+    first, *calls = package.mock_calls
+    assert first == mock.call.set_tracking_uri("sqlite:///mlflow.db")
+    sent = ["start_run", "log_params", *["log_metrics"] * 3, "end_run"]
+    assert [name for name, _, _ in calls] == sent * 2
+    params = {"lr": "0.1", "zeroshard.stage": "3", "zeroshard.mesh.tp": "2"}
+    assert package.log_params.mock_calls == [mock.call(params), mock.call({"key": "x" * 500})]
+    assert calls[2] == mock.call.log_metrics(VALUES, step=10, run_id="r1")

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -185,9 +186,7 @@ def test_bytes_are_those_of_the_estimate(four: Predictor) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
-    four: Predictor, stage: int
-) -> None:
+def test_states_of_a_pipeline_are_those_of_the_estimate_within_3_percent(four: Predictor, stage: int) -> None:
     choice = Choice(stage=stage, pp=2)
     expected = zeroshard.estimate(four.subject.model, 4, four.config(choice))
     found = max(four.states(choice), key=lambda one: one.peak)
@@ -256,9 +255,7 @@ def test_a_faster_network_is_named_where_it_would_change_the_step() -> None:
 
 def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None:
     own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=1 << 20, host_bytes=1 << 20)), samples=4)
-    with pytest.raises(
-        ValueError, match=r"no configuration fits into .* take more ranks, or shorter samples"
-    ):
+    with pytest.raises(ValueError, match=r"fits into .* take more ranks, or shorter samples"):
         search(own)
     with pytest.raises(ValueError, match="0 samples, 4 ranks, four: no configuration fits"):
         search(predictor(samples=0))
@@ -277,9 +274,7 @@ def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None
 # --------------------------------------------------------------------------------------- command line
 
 
-def test_the_command_prints_the_best_and_writes_a_config_that_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_prints_the_best_and_writes_a_config_that_runs(capsys: Any, tmp_path: Path) -> None:
     model, out = tmp_path / "config.json", tmp_path / "plan.json"
     llama().config.to_json_file(model)
     arguments = ("--cluster", "2xCPU", "--tokens", 1024, "--length", 64, "--out", out)

@@ -38,6 +38,7 @@ def follow(problem, options):
     place[key] = value
 
 
+ON_HOST = {"optimizer": "cpu"}
 ALL_BF16 = {"param_dtype": "bf16", "main_dtype": "bf16"}
 REQUIREMENTS = [
     {"stage": 0, "shard_group_size": 2},
@@ -69,15 +70,11 @@ REQUIREMENTS = [
     {"pipeline": {"schedule": "pb"}, "mesh": {"pp": 2}, "nonfinite": "error"},
     {"pipeline": {"schedule": "pb"}, "mesh": {"pp": 2}, "precision": {"param_dtype": "float16"}},
     {"pipeline": {"schedule": "pb"}, "mesh": {"pp": 2}, "ignored": ["gain"]},
-    {"pipeline": {"schedule": "pb", "weights": "stash"}, "mesh": {"pp": 2}, "offload": {"optimizer": "cpu"}},
+    {"pipeline": {"schedule": "pb", "weights": "stash"}, "mesh": {"pp": 2}, "offload": ON_HOST},
     {"pipeline": {"schedule": "pb", "weights": "stash"}, "mesh": {"pp": 2}, "reshard_after_forward": False},
     {"pipeline": {"schedule": "pb", "weights": "estimate"}, "mesh": {"pp": 2}, "recompute": "unit"},
     {"pipeline": {"schedule": "pb", "weights": "estimate"}, "mesh": {"pp": 2}, "compile": True},
-    {
-        "pipeline": {"schedule": "pb", "correction": "spike"},
-        "mesh": {"pp": 2},
-        "offload": {"optimizer": "cpu"},
-    },
+    {"pipeline": {"schedule": "pb", "correction": "spike"}, "mesh": {"pp": 2}, "offload": ON_HOST},
     {"pipeline": {"schedule": "pb", "weights": "predict"}, "mesh": {"pp": 2}, "precision": ALL_BF16},
     {"pipeline": {"weights": "stash"}, "mesh": {"pp": 2}},
     {"pipeline": {"weights": "double", "microbatches_per_step": 1}, "mesh": {"pp": 2}},

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim import SGD, AdamW
 
 import zeroshard
+from tests.distributed.models import LLAMA
 from tests.remedies.told import (
     DATA,
     adamw,
@@ -94,21 +95,19 @@ def test_names_of_one_parameter_may_be_given_one_dtype():
 
 
 def test_a_cache_is_switched_off_for_recomputation():
-    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     def llama(**options):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
-        config = transformers.LlamaConfig(**sizes, num_attention_heads=2, **options)
-        return transformers.LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**LLAMA | options))
 
     def loss(model):
         tokens = torch.arange(8)[None]
         return model(input_ids=tokens, labels=tokens).loss
 
     with told("set use_cache=False in the model's config for training"):
-        loss(start(llama(), recompute="unit"))
-    trains(start(llama(use_cache=False), recompute="unit"), llama(use_cache=False), losses=[loss])
+        loss(start(llama(use_cache=True), recompute="unit"))
+    trains(start(llama(), recompute="unit"), llama(), losses=[loss])
 
 
 def test_a_deferred_model_is_sharded_after_the_block():

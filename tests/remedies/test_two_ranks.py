@@ -7,13 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.models import Tiny
+from tests.distributed.models import LLAMA, Tiny
 from tests.ranks import on_ranks
 from tests.remedies.told import (
     DATA,
     adamw,
     loss_of,
-    mean_square,
     net,
     same,
     start,
@@ -84,40 +83,18 @@ def test_sums_of_micro_batches_are_dropped_by_zero_grad():
 # ----------------------------------------------------------------------------- pipelines and tensor ranks
 
 
-def blocks():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))).double()
-
-
 WIDE = DATA.double()
 
 
-def pipelined(model=None, optimizer=adamw, **pipeline):
-    """An engine over two pipeline ranks."""
-    config = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2, "balance": "memory", **pipeline}}
-    return start(blocks() if model is None else model, optimizer, mean_square, **config)
-
-
-def pipes(engine, model=None, **options):
-    """A step of the pipeline is that of plain PyTorch, in float64 and up to the order of additions."""
-    engine.train_batch(WIDE, WIDE)
-    want = trained(
-        blocks() if model is None else model, losses=[lambda model: loss_of(model, WIDE)], **options
-    )
-    for name, value in whole(engine).items():
-        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
-
-
-def divided(model, plan, **config):
-    return zeroshard.initialize(model, adamw, {"mesh": {"tp": 2}, **config}, tp_plan=plan).engine
-
-
-def divides(engine, model):
-    """A step over tensor ranks is that of plain PyTorch, in float64 and up to the order of additions."""
-    take_step(engine, lambda model: loss_of(model, WIDE))
+def near(engine, model):
+    """The step over WIDE is that of plain PyTorch, in float64 and up to the order of additions."""
     want = trained(model, losses=[lambda model: loss_of(model, WIDE)])
     for name, value in whole(engine).items():
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
+
+
+def divided(model, plan):
+    return zeroshard.initialize(model, adamw, {"mesh": {"tp": 2}}, tp_plan=plan).engine
 
 
 @on_ranks(2)
@@ -135,7 +112,9 @@ def test_both_names_of_a_tied_layer_are_in_the_plan():
 
     with told("which is not; expected both in the plan"):
         divided(Tied(), {"head": "colwise_gather_output"})
-    divides(divided(Tied(), {"head": "colwise_gather_output", "table": "rowwise"}), Tied())
+    engine = divided(Tied(), {"head": "colwise_gather_output", "table": "rowwise"})
+    take_step(engine, lambda model: loss_of(model, WIDE))
+    near(engine, Tied())
 
 
 @on_ranks(2)
@@ -144,10 +123,7 @@ def test_a_vocabulary_is_padded_and_logits_gathered():
 
     def llama():
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=33, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 33}))
 
     tokens = torch.arange(12).view(2, 6)
     with told("33 elements cannot be divided over mesh.tp=2 ranks; expected a multiple"):
@@ -168,11 +144,13 @@ def test_a_vocabulary_is_padded_and_logits_gathered():
 @on_ranks(2)
 def test_a_shared_weight_is_edited_without_a_choice_of_modules():
     def tied():
-        model = blocks()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))).double()
         model[3][0].weight = model[0][0].weight
         return model
 
-    engine = pipelined(tied())
+    pipeline = {"num_microbatches": 2, "balance": "memory"}
+    engine = start(tied(), adamw, lambda output, _: output.square().mean(), mesh={"pp": 2}, pipeline=pipeline)
     part = [engine.module[1]] if dist.get_rank() == 0 else []
     with told("call unsharded() without modules"), engine.unsharded(*part, write_back=True):
         pass
@@ -182,4 +160,5 @@ def test_a_shared_weight_is_edited_without_a_choice_of_modules():
     model = tied()
     for parameter in model.parameters():
         parameter.data.mul_(2)
-    pipes(engine, model)
+    engine.train_batch(WIDE, WIDE)
+    near(engine, model)

@@ -77,7 +77,3 @@ def trains(engine, model=None, **options):
     """A step of the engine is that of plain PyTorch from the same weights."""
     take_step(engine, options.get("losses", (loss_of,))[0])
     same(whole(engine), trained(model, **options))
-
-
-def mean_square(output, target):
-    return output.square().mean()
