@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"zeroshard: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE if isinstance(error, ValueError | ImportError) else FAILURE
     finally:
+        if arguments is None:  # the process ends, whose last collections would take a second for the imports
+            gc.freeze()
         gc.enable()
     return 0
 

@@ -225,8 +225,6 @@ def _about(model: nn.Module | int) -> str:
         of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
         return f"{type(model).__name__} with {num:,} parameters{of_these}"
     sizes = typical_sizes(model)
-    if not sizes.depth:
-        return f"{model:,} parameters, gathered all at once"
     block, embedding = (
         format_count(number).replace(" ", _NO_BREAK) for number in (sizes.blocks[0], sizes.embedding)
     )
