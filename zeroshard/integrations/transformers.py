@@ -17,7 +17,6 @@ from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
-from zeroshard.gradient_hooks import Hook
 from zeroshard.integrations.data_parallel import TAG, parse_data_parallel, refuse
 from zeroshard.outer import OuterStep
 
@@ -75,7 +74,7 @@ class ZeroShardMixin(_Trainer):
         self,
         *args: Any,
         zeroshard_config: GivenConfig = None,
-        gradient_hook: tuple[Any, Hook] | None = None,
+        gradient_hook: tuple[Any, Any] | None = None,
         outer_step: OuterStep | None = None,
         **kwargs: Any,
     ) -> None:
