@@ -6,6 +6,7 @@ order among those of other buckets is not the same on all ranks: so the referenc
 
 import contextlib
 import copy
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_wrapper,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -100,7 +105,7 @@ def stacked(*arguments, **options):
 
 @on_ranks(2)
 def test_hooks_of_torch_give_the_bits_of_ddp():
-    for hook in (allreduce_hook, bf16_compress_hook):
+    for hook in (allreduce_hook, bf16_compress_hook, fp16_compress_wrapper(allreduce_hook)):
         want = train_replicated(None, hook, 3)
         for stage in (0, 1):
             assert not differ(train(start(None, hook, stage=stage), range(3)), want)
@@ -120,18 +125,34 @@ def test_quantization_gives_the_bits_of_ddp():
             assert not differ(train(start(None, hook, model=models[1], stage=stage), range(5)), want)
 
 
+def elements_sent(call):
+    """The elements that hooks of torch give to all-reduces in a call, and its result."""
+    sent, own = [], dist.all_reduce
+
+    def all_reduce(tensor, *arguments, **options):
+        if "ddp_comm_hooks" in sys._getframe(1).f_globals["__name__"]:
+            sent.append(tensor.numel())
+        return own(tensor, *arguments, **options)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        result = call()
+    return sum(sent), result
+
+
 @on_ranks(2)
 def test_power_sgd_gives_the_bits_of_ddp_and_sends_what_its_formula_says():
     want = train_replicated(power(), powerSGD_hook, 20)
     for stage in (0, 1):
         engine = start(power(), powerSGD_hook, stage=stage)
         train(engine, range(WARM_UP))
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
-            assert not differ(train(engine, range(WARM_UP, 20)), want)
+        sent, got = elements_sent(lambda engine=engine: train(engine, range(WARM_UP, 20)))
+        assert not differ(got, want)
         # P of n r and Q of m r elements for each matrix, and the biases as they are.
-        least = (20 - WARM_UP) * sum((n + m) * RANK + n for n, m in SIZES)
-        flags = sum(call.args[0].numel() for call in spy.call_args_list) - least
-        assert 0 <= flags < 1000 * (20 - WARM_UP)  # small agreements of the engine
+        assert sent == (20 - WARM_UP) * sum((n + m) * RANK + n for n, m in SIZES)
+        # On this rank errors of all elements, P and Q of matrices stay.
+        num = sum(n * m + n + (n + m) * RANK for n, m in SIZES)
+        momenta = sum(p.numel() for p in engine.parameters())
+        assert engine.memory_report().optimizer == 4 * (num + momenta)
 
 
 @on_ranks(2)
@@ -206,6 +227,27 @@ def test_settings_in_which_a_hook_cannot_be_right_are_refused():
     state = PowerSGDState(None, 1 + dist.get_rank())
     with pytest.raises(RuntimeError, match="'matrix_approximation_rank': 2"):
         start(state, powerSGD_hook, stage=0)
+
+
+WRONG = [
+    (lambda _, bucket: bucket.buffer(), "<lambda>: expected a torch.futures.Future of the means, got tensor"),
+    (lambda _, bucket: future_of(bucket.buffer()[1:]), r"<lambda>: expected a future of a tensor of .*got"),
+    (lambda _, bucket: future_of(None), r"<lambda>: expected a future of a tensor of .*got None"),
+]
+
+
+def future_of(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+@on_ranks(2)
+def test_a_hook_that_returns_something_else_is_named():
+    for hook, message in WRONG:
+        engine = start(None, hook, stage=1)
+        with pytest.raises(TypeError, match=message):
+            loss_of(engine, 0).backward()
 
 
 @on_ranks(2)

@@ -124,6 +124,7 @@ class GradientHook:
 
         Raises:
             RuntimeError: another rank is lost or too late.
+            TypeError: the hook returns no future of as many means.
         """
         index = [*self._buckets].index(buffer.tag)
         is_last = index not in self._called and len(self._called) + 1 == len(self._buckets)
@@ -133,10 +134,15 @@ class GradientHook:
         label = f"{self.name} over {buffer.described}"
         self._axis.ledger.note(label, REDUCE)
         future = self._hook(self.state, bucket)
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(f"{self.name}: expected a torch.futures.Future of the means, got {future!r}")
         work: Any = SimpleNamespace(wait=lambda _: future.wait())  # with the arguments of a dist.Work
         self._axis.waits.wait_for([work], label, ALL_REDUCE)
         value = future.value()
         means = value[0] if isinstance(value, list | tuple) else value
+        if not isinstance(means, Tensor) or means.numel() != sum(part.numel() for part in parts):
+            size, got = bucket.buffer().shape, getattr(means, "shape", means)
+            raise TypeError(f"{self.name}: expected a future of a tensor of {size}, got {got}")
         torch._foreach_copy_(parts, list(means.view(-1).split([part.numel() for part in parts])))
         return self._axis.waits.issue(label)
 
@@ -148,7 +154,7 @@ class GradientHook:
                 "gradients that were dropped. Load the last checkpoint to be rid of them"
             )
 
-    # -- checkpoints --------------------------------------------------------------------------------------
+    # -- the state ----------------------------------------------------------------------------------------
 
     def _values(self) -> dict[Any, Any]:
         """The values of a state that is a dict, or the attributes of one that is an object."""
@@ -165,6 +171,11 @@ class GradientHook:
         return {
             key: v.get_state() if isinstance(v, np.random.RandomState) else v for key, v in values.items()
         }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state, such as errors."""
+        return [leaf for leaf in pytree.tree_leaves(self.saved()) if isinstance(leaf, Tensor)]
 
     def fits(self, record: Mapping[str, Any]) -> bool:
         """Return True if a record of `to_files` is of the same buckets."""

@@ -240,13 +240,16 @@ class OuterSteps:
         """Count a step of this replica, send values and take an outer step when it is time; collective.
 
         Raises:
-            RuntimeError: the user has edited parameters, which would be taken for a local step.
+            RuntimeError: the user has edited parameters, beside anchors or means that know nothing of it.
         """
         policy, self._num_steps = self._policy, self._num_steps + 1
-        if self._anchors and self._runtime.state.num_edits != self._num_edits:
+        if not (self._anchors or self._sent):
+            self._num_edits = self._runtime.state.num_edits
+        if self._runtime.state.num_edits != self._num_edits:
             raise RuntimeError(
                 "parameters were edited since initialize: an outer step would take the edit for a change by "
-                "local steps, and scale it. Edit the model before initialize"
+                "local steps, and scale it, or undo it. Edit the model before initialize, which may come "
+                "again after engine.close(); or load a checkpoint to be rid of the edit"
             )
         if self._num_steps <= policy.warmup:
             self._send(self._all)
@@ -328,7 +331,6 @@ class OuterSteps:
     def _reset_anchors(self) -> None:
         for buffer, store in self._anchors.items():
             store.store(self._load(buffer.store))
-        self._num_edits = self._runtime.state.num_edits
 
     def _reset_momenta(self) -> None:
         for store in self._momenta.values():
@@ -336,7 +338,7 @@ class OuterSteps:
 
     def begin_anew(self) -> None:
         """Count from the first step again."""
-        self.num_updates = 0
+        self.num_updates, self._num_edits = 0, self._runtime.state.num_edits
 
 
 def _wide(values: Tensor) -> torch.dtype:

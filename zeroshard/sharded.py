@@ -167,7 +167,10 @@ def clip_grad_norm_(
             f"{max_norm!r} and {norm_type!r}"
         )
     if (hook := owner._runtime.state.hook) is not None and hook.is_local:
-        raise RuntimeError("clip_grad_norm_: ranks have different gradients, and so different norms")
+        raise RuntimeError(
+            f"clip_grad_norm_: with {hook.name} ranks have different gradients, and so different norms: "
+            "leave clipping out, in a Trainer by max_grad_norm=0"
+        )
     owner._runtime.state.refuse("clip_grad_norm_()", Moment.STEPPED)
     owner._runtime.before_step()
     return owner._guard.clip(max_norm, order, error_if_nonfinite)

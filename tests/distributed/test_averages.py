@@ -314,7 +314,7 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(RuntimeError, match="the disk is gone"), ema.applied():
         pass
-    with pytest.warns(UserWarning, match="begins anew"):
+    with pytest.warns(UserWarning, match="begin anew"):
         engine.load_checkpoint(tmp_path / "saved")
     with ema.applied():
         shown = engine.full_state_dict()

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,6 +178,7 @@ def test_replicas_of_two_ranks_equal_one_process_that_trains_them():
     found = {}
     for stage in (1, 2, 3):
         found[stage] = simulated(STREAMING, stage=stage, group=2)
+    found["anchors on the host"] = simulated(replace(STREAMING, offload=True), stage=3, group=2)
     found["host"] = simulated(STREAMING, stage=3, group=2, offload={"optimizer": "cpu"})
     # A step of SGD shows the factor, which is a float32.
     found["clipped"] = simulated(STREAMING, sgd, stage=3, group=2, clip_grad_norm=0.05, bound=1e-8)
@@ -267,6 +269,10 @@ def test_checkpoints_that_do_not_fit_the_replicas_are_refused(tmp_path):
     dist.all_gather_object(own, values)
     other.load_checkpoint(remedy)
     assert not far(other, own[0], 0.0)
+    plain = start(None)
+    with pytest.warns(UserWarning, match="'outer_4_0_2_1', 'outer_4_0_2_1_anchor'") as caught:
+        plain.load_checkpoint(remedy)
+    assert len(caught) == 1
     if dist.get_rank() == 0:
         (tmp_path / "replica-2").mkdir()
     dist.barrier()
@@ -333,8 +339,20 @@ def refusals():
         "nonfinite='report'": lambda: start(policy, nonfinite="skip"),
         "mesh.pp=1": lambda: start(policy, mesh={"tp": 2}),
     }
-    wrong = [expected for expected, act in cases.items() if expected not in message(act)]
-    engine = train(start(policy), range(1))
-    with engine.unsharded(write_back=True):
-        engine.first.bias.data.add_(1)
-    return wrong + ["edits"] * ("parameters were edited" not in message(lambda: train(engine, [1])))
+    return [expected for expected, act in cases.items() if expected not in message(act)]
+
+
+UNDER_WAY = zeroshard.OuterStep(every=2, delay=1)
+
+
+@on_ranks(1)
+def test_an_edit_beside_anchors_or_means_under_way_is_refused_until_a_checkpoint_is_loaded(tmp_path):
+    for policy in (zeroshard.OuterStep.diloco(every=2), UNDER_WAY):
+        engine = train(start(policy), range(2))
+        engine.save_checkpoint(tmp_path)
+        engine.set_full_parameter("first.bias", torch.ones(WIDTH).double())
+        assert "load a checkpoint to be rid of the edit" in message(lambda: train(engine, [2]))  # noqa: B023
+        engine.load_checkpoint(tmp_path)
+        assert not far(train(engine, [2]), train(start(policy), range(3)).full_state_dict(), 0.0)
+    engine.set_full_parameter("first.bias", torch.ones(WIDTH).double())  # no means are under way
+    train(engine, range(3, 5))

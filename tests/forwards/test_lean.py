@@ -153,6 +153,8 @@ def test_an_mlp_in_tiles_has_the_same_gradients_and_one_tile_at_a_time(tiles, mo
     module.eval()
     with torch.no_grad():
         torch.testing.assert_close(module(x), output, rtol=1e-12, atol=1e-12)
+    for part, want in ((x[None], output[None]), (x[0], output[0]), (x[0, 0], output[0, 0])):
+        torch.testing.assert_close(module(part), want, rtol=1e-12, atol=1e-12)
 
 
 def test_without_gated_mlps_tiles_are_refused():

@@ -48,8 +48,11 @@ def arguments(folder, kind=TrainingArguments, **options):
     return kind(str(folder), **quiet | common | {"save_strategy": "no"} | options)
 
 
-def trainer(folder, config=None, *, train_dataset=None, callbacks=None, **options):
-    """A Trainer over the texts: with DistributedDataParallel, or sharded where there is a config."""
+def trainer(folder, config=None, *, train_dataset=None, callbacks=None, given=(), **options):
+    """A Trainer over the texts: with DistributedDataParallel, or sharded where there is a config.
+
+    It is given further arguments of the Trainer, and options of its TrainingArguments.
+    """
     kind, more = (Trainer, {}) if config is None else (ZeroShardTrainer, {"zeroshard_config": config})
     return kind(
         model=build_model(),
@@ -58,6 +61,7 @@ def trainer(folder, config=None, *, train_dataset=None, callbacks=None, **option
         eval_dataset=Texts(6),
         callbacks=callbacks,
         **more,
+        **dict(given),
     )
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.integrations.runs import execute, largest_difference
@@ -116,6 +117,27 @@ def test_the_exception_of_a_rank_is_not_hidden_by_the_end_of_the_run(ranks):
     failed, waited = ranks(2, fail)
     assert "a mistake of the user" in failed
     assert "rank 1 of 2 gave up" in waited
+
+
+@on_ranks(2)
+def test_the_gradient_hook_of_the_strategy_runs_and_what_belongs_to_ddp_is_refused():
+    seen = []
+
+    def hook(state, bucket):
+        state.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    want, _ = fit(ZeroShardStrategy({"stage": 1}), None, epochs=1)
+    strategy = ZeroShardStrategy({"stage": 1}, ddp_comm_state=seen, ddp_comm_hook=hook)
+    ours, _ = fit(strategy, None, epochs=1)
+    assert len(seen) >= 6
+    assert ours.losses == pytest.approx(want.losses, abs=1e-6)
+    for options, text in (
+        ({"ddp_comm_wrapper": fp16_compress_wrapper}, r"ddp_comm_wrapper: .*give wrapper\(hook\)"),
+        ({"model_averaging_period": 2}, "model_averaging_period: expected None, got 2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fit(ZeroShardStrategy(**options), None)
 
 
 REFUSED = [

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
@@ -34,8 +35,9 @@ from tests.integrations.runs import (
     trainer,
 )
 from tests.ranks import on_ranks
-from zeroshard import Config, Precision
+from zeroshard import Config, OuterStep, Precision
 from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
+from zeroshard.optim import OneBitAdam
 
 # ---------------------------------------------------------------------------------- losses and parameters
 
@@ -132,21 +134,40 @@ class StopAt(TrainerCallback):
             raise StoppedError
 
 
+def power():
+    return {"gradient_hook": (PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook)}
+
+
+def signs():
+    return {"optimizer_cls_and_kwargs": (OneBitAdam, {"lr": 1e-2, "freeze_step": 2})}
+
+
+def local_steps():
+    return {"outer_step": OuterStep.diloco(every=3)}  # replicas are apart in the checkpoint of step 4
+
+
+@pytest.mark.parametrize(
+    ("make", "stage", "max_grad_norm"), [(dict, 3, 1), (power, 1, 1), (local_steps, 3, 1), (signs, 0, 0)]
+)
+@pytest.mark.filterwarnings("ignore:OneBitAdam")
 @on_ranks(2, timeout=120)
-def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(tmp_path):
+def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoint(
+    tmp_path, make, stage, max_grad_norm
+):
     """Train; train again and stop after 5 of 6 steps; go on in a new Trainer from the last checkpoint."""
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
-    options |= {"save_strategy": "steps", "save_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": max_grad_norm}
+    config = {"stage": stage}
     with accelerate_state():
-        whole = trainer(tmp_path / "whole", {}, **options)
+        whole = trainer(tmp_path / "whole", config, given=make(), **options)
         whole.train()
         expected = full_state_dict(whole)
         whole.engine.close()
-        stopped = trainer(tmp_path / "stopped", {}, callbacks=[StopAt(5)], **options)
+        stopped = trainer(tmp_path / "stopped", config, callbacks=[StopAt(5)], given=make(), **options)
         with pytest.raises(StoppedError):
             stopped.train()
         stopped.engine.close(restore=False)
-        resumed = trainer(tmp_path / "stopped", {}, **options)
+        resumed = trainer(tmp_path / "stopped", config, given=make(), **options)
         if resumed.args.process_index == 0:  # as if killed in the middle of the next save
             shutil.copytree(tmp_path / "stopped/checkpoint-4", tmp_path / "stopped/checkpoint-5")
             (tmp_path / "stopped/checkpoint-5/trainer_state.json").write_text('{"global_step": 5, ')

@@ -192,10 +192,11 @@ class _Loading:
         self._others = _others(stored.manifest.buffers, self.values.extra)
         self._check_names("the model", self.own[1], self._others)
         check_buffers(stored, self._runtime, model.buffers)
-        for name in sorted(stored.manifest.averages.keys() ^ parts.averages.keys()):
+        if names := sorted(stored.manifest.averages.keys() ^ parts.averages.keys()):
             warn_user(
-                f"'{directory}' and the engine do not both have the average '{name}': it is not loaded, or "
-                "begins anew with the loaded values. Make the EMA of the engine before load_checkpoint()"
+                f"'{directory}' and the engine do not both have the averages or values of outer steps "
+                f"{', '.join(map(repr, names))}: they are not loaded, or begin anew with the loaded values. "
+                "Make the EMA of the engine before load_checkpoint(), or give initialize that outer_step"
             )
         self._groups: list[dict[str, Any] | None] = []
         """The hyperparameters of each parameter group; None: they stay."""

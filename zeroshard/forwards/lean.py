@@ -103,13 +103,13 @@ def _tiled(mlp: Any, tiles: int | str, forward: Callable[[Tensor], Tensor]) -> C
     def tiled(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(x)
-        length = x.shape[-2]
+        rows = x.reshape(-1, x.shape[-1])  # a batch of sequences, one of them, or one token
         if isinstance(tiles, int):
-            size = -(-length // tiles)
+            size = -(-len(rows) // tiles)
         else:
-            row = x[..., :1, 0].numel() * _WIDE * mlp.up_proj.out_features * x.element_size()
-            size = TILE_BYTES // max(1, row)
-        return torch.cat([again(tile) for tile in x.split(max(1, size), -2)], -2)
+            size = TILE_BYTES // (_WIDE * mlp.up_proj.out_features * x.element_size())
+        output = torch.cat([again(tile) for tile in rows.split(max(1, size))])
+        return output.view(*x.shape[:-1], output.shape[-1])
 
     return tiled
 

@@ -32,7 +32,8 @@ class ZeroShardStrategy(DDPStrategy):
     Args:
         config: a Config, a dict, or a path to a .json or .toml file. It has precision and `clip_grad_norm`;
             `accumulate_grad_batches` stays an argument of the Trainer.
-        kwargs: arguments of Strategies of several processes, such as `process_group_backend`.
+        kwargs: arguments of DDPStrategy, such as `process_group_backend`, or `ddp_comm_hook` with
+            `ddp_comm_state`: a gradient hook.
 
     Raises:
         ValueError: the config asks for something that the Trainer has or cannot have.
@@ -70,6 +71,8 @@ class ZeroShardStrategy(DDPStrategy):
             ("gradient_clip_val", trainer.gradient_clip_val, None, "set clip_grad_norm in the config"),
             ("precision", trainer.precision, "32-true", "set precision in the config"),
             ("automatic_optimization", is_automatic, True, "or use zeroshard.initialize without a Trainer"),
+            ("ddp_comm_wrapper", self._ddp_comm_wrapper, None, "give wrapper(hook) as ddp_comm_hook"),
+            ("model_averaging_period", self._model_averaging_period, None, "average in a callback"),
         )
         optimizer = None
         if trainer.state.fn == TrainerFn.FITTING:
@@ -77,8 +80,11 @@ class ZeroShardStrategy(DDPStrategy):
             if len(self.optimizers) != 1:
                 raise ValueError(f"configure_optimizers: expected one optimizer, got {len(self.optimizers)}")
             optimizer = self.optimizers[0]
-        config = replace(self._config, device=str(self.root_device))
-        self.model = self.engine = initialize(self.lightning_module, optimizer, config).engine
+        config, hook = replace(self._config, device=str(self.root_device)), None
+        if optimizer is not None and self._ddp_comm_hook is not None:
+            hook = self._ddp_comm_state, self._ddp_comm_hook
+        module = self.lightning_module
+        self.model = self.engine = initialize(module, optimizer, config, gradient_hook=hook).engine
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

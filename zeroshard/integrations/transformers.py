@@ -18,6 +18,7 @@ from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
 from zeroshard.integrations.data_parallel import TAG, parse_data_parallel, refuse
+from zeroshard.outer import OuterStep
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -52,6 +53,7 @@ class ZeroShardMixin(_Trainer):
     Args:
         zeroshard_config: a Config, a dict, or a path to a .json or .toml file. Mixed precision, accumulation,
             clipping and the micro-batch size are taken from the TrainingArguments.
+        gradient_hook, outer_step: as `initialize` takes them.
         args, kwargs: the arguments of the Trainer.
 
     Raises:
@@ -68,8 +70,16 @@ class ZeroShardMixin(_Trainer):
     lr_scheduler: Any
     state: Any
 
-    def __init__(self, *args: Any, zeroshard_config: GivenConfig = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zeroshard_config: GivenConfig = None,
+        gradient_hook: tuple[Any, Any] | None = None,
+        outer_step: OuterStep | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.zeroshard_config = parse_data_parallel(zeroshard_config, "the Trainer", _DECIDED)
+        self._options: dict[str, Any] = {"gradient_hook": gradient_hook, "outer_step": outer_step}
         super().__init__(*args, **kwargs)
 
     # -- the Trainer's calls become the engine's --------------------------------------------------------
@@ -107,7 +117,8 @@ class ZeroShardMixin(_Trainer):
             if self.engine is not None:
                 self.engine.close(restore=False)  # its model has been replaced by model_init
             self.create_optimizer()
-            self.engine = initialize(self.model, self.optimizer, self.zeroshard_config).engine
+            config, options = self.zeroshard_config, self._options
+            self.engine = initialize(self.model, self.optimizer, config, **options).engine
             self.model_wrapped, self.optimizer = self.engine, _EngineStep(self.engine)
             if self.engine.world_size != self.accelerator.num_processes:
                 raise RuntimeError(
@@ -138,9 +149,12 @@ class ZeroShardMixin(_Trainer):
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip all gradients of the model, whatever `parameters` are; return their norm.
 
-        None if the Trainer only asks for the norm, and the backward has stepped: no gradient is left.
+        None if the Trainer only asks for the norm, and there is none: the backward has stepped, and no
+        gradient is left, or a hook leaves ranks with different gradients.
         """
-        has_none = max_norm == float("inf") and self.zeroshard_config.offload.step_in_backward
+        hook = self._sharded._runtime.state.hook
+        has_none = self.zeroshard_config.offload.step_in_backward or (hook is not None and hook.is_local)
+        has_none = has_none and max_norm == float("inf")
         return None if has_none else self._sharded.clip_grad_norm_(max_norm, norm_type)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -214,7 +228,7 @@ def _is_complete(folder: Path) -> bool:
         TrainerState.load_from_json(str(folder / _STATE))
     except (OSError, ValueError, TypeError):
         return False
-    return (folder / TAG).is_file()
+    return any(folder.glob(f"**/{TAG}"))  # of replicas, each in a folder
 
 
 def _last_complete(folder: Path) -> str | None:

@@ -79,6 +79,7 @@ class ModelStates:
     gradients: int
     """Gradients for the optimizer, and sums that are not reduced yet."""
     optimizer: int
+    """Optimizer states, and the state of a gradient hook, such as errors."""
     unsharded: int
     """Full parameters that are gathered for a forward or backward only."""
     peak_unsharded: int
@@ -191,7 +192,8 @@ def measure(
     resident = (b.full for b in runtime.buffers if b.is_resident)
     parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
     gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
-    states = _by_tier(_states(runtime, optimizer), context.memory)
+    hooked = [] if runtime.state.hook is None else runtime.state.hook.tensors
+    states = _by_tier([*_states(runtime, optimizer), *hooked], context.memory)
     scales = _by_tier(scales_in(runtime.module), context.memory)
     averaged = _by_tier((tensor for own in averages for tensor in own.tensors), context.memory)
     on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states, averaged)]
