@@ -1,7 +1,7 @@
 """Offload and recomputation together against each alone, at equal budget, by the planner; and its errors.
 
     python benchmarks/budget.py              # plans of a chain of equal units, by the simulator
-    python benchmarks/budget.py --measure    # trains on this machine, and compares seconds with predictions
+    python benchmarks/budget.py --measure    # trains on this machine, 3 minutes on a CPU: predicted seconds
 
 A unit of the chain has the shape of a block of Llama 2 of 7 B: its forward takes 5.5 ms for 8,192 tokens, its
 backward twice as long. Its backward needs 1.1 GB, its input takes 67 MB, and the link copies 50 GB/s each
@@ -28,8 +28,8 @@ from zeroshard.forwards.keeping import (
     RECOMPUTE,
     Link,
     UnitCosts,
+    UnitProfile,
     choose_keeping,
-    unit_costs,
 )
 
 UNITS, SECONDS, SAVED, INPUT, RATE = 32, 5.5e-3, 1_100_000_000, 67_000_000, 50e9
@@ -46,7 +46,10 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--measure", action="store_true", help="train, and compare predicted seconds")
-    parser.add_argument("--width", type=int, default=128, help="of the blocks that are trained")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks that are trained")
+    parser.add_argument("--width", type=int, default=256, help="of the blocks that are trained")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--classes", type=int, default=4096, help="of the head")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
@@ -56,7 +59,8 @@ def parse() -> argparse.Namespace:
 def plans() -> list[dict[str, Any]]:
     """A row for each budget: the time of each way over that of keeping all; None where it does not fit."""
     link, rows = Link(to_host=RATE, from_host=RATE), []
-    unit = unit_costs(SECONDS, 2 * SECONDS, SAVED, INPUT, SAVED, link)
+    times = {"forward": SECONDS, "backward": 2 * SECONDS, "again": SECONDS}
+    unit = UnitProfile(kept=SAVED, inputs=INPUT, moved=SAVED, **times).costs(link)
     for share in SHARES:
         budget, row = round(share * UNITS * SAVED), {"budget": share}
         for way, names in WAYS.items():
@@ -82,37 +86,51 @@ class Block(nn.Module):
         return x + hidden
 
 
-class Blocks(nn.Sequential):
-    """Calls its blocks by itself, so that each has a choice of its own."""
+class Model(nn.Module):
+    """Calls its blocks by itself, so that each has a choice of its own; head and loss are the root's."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self:
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(args.width) for _ in range(args.blocks))
+        self.head = nn.Linear(args.width, args.classes)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for block in self.blocks:
             x = block(x)
-        return x
+        return torch.nn.functional.cross_entropy(self.head(x), targets)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each budget: predicted and measured seconds of forward and backward, and their ratio."""
     device, rows = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"), []
-    x = torch.randn(args.tokens, args.width, device=device, requires_grad=True)
-    states = 16 * sum(p.numel() for p in Blocks(*[Block(args.width) for _ in range(8)]).parameters())
-    kept = 8 * args.tokens * args.width * 4 * (1 + 4 * 4)
-    for share in (1.2, 0.7, 0.5, 0.3):
-        model = Blocks(*[Block(args.width) for _ in range(8)])
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    x = torch.randn(args.tokens, args.width, device=device)
+    targets = torch.randint(args.classes, (args.tokens,), device=device)
+    states = 16 * sum(p.numel() for p in Model(args).parameters())
+    kept = args.blocks * args.tokens * args.width * 4 * (1 + 4 * 4)
+    for share in (1.2, 0.75, 0.5, 0.25):
+        model = Model(args)
         config = {"stage": 0, "recompute": "auto", "memory_budget": states + round(share * kept)}
-        engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters()), config).engine
-        seconds = []
+        config |= {"compile": args.compile}
+        engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), fused=True), config).engine
+        seconds, first = [], 0.0
         for _ in range(PLANNED + args.steps):
             begin = time.perf_counter()
-            engine.backward(engine(x).sum())
+            engine.backward(engine(x, targets))
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - begin)
             engine.step()
-        predicted, found = sum(unit.seconds for unit in engine.units), statistics.median(seconds[PLANNED:])
-        names = [unit.around[-1] for unit in engine.units]
-        row = {"budget": share, "kept": names.count(KEEP), "predicted_s": predicted, "measured_s": found}
-        rows.append(row | {"ratio": predicted / found})
+            first = first or sum(unit.seconds for unit in engine.units)  # before the plan has run
+        units = engine.units
+        predicted, found = sum(unit.seconds for unit in units), statistics.median(seconds[PLANNED:])
+        root = sum(unit.seconds for unit in units if not unit.name)
+        num_kept = sum(KEEP in unit.around for unit in units)
+        row = {"budget": share, "kept": num_kept, "root_s": root, "first_s": first}
+        row |= {"predicted_s": predicted, "measured_s": found, "error": predicted / found - 1}
+        rows.append(row | {"first_error": first / found - 1})
+        print(units)
         engine.close(restore=False)
     return rows
 

@@ -139,7 +139,8 @@ def shard_over(
         recompute_forwards(units, changes)
     budget = None
     if config.recompute == "auto":
-        budget = Budget(units, changes, context, budget_of(config.memory_budget, device))
+        num_bytes = budget_of(config.memory_budget, device)
+        budget = Budget(units, changes, context, num_bytes, moves=not config.compile)
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()

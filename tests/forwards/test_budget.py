@@ -1,6 +1,8 @@
 """A budget of memory: units keep what fits, and compute the rest again."""
 
+import os
 import random
+import shutil
 
 import pytest
 import torch
@@ -93,7 +95,7 @@ def test_as_many_blocks_keep_all_as_the_budget_has_room_for(num_kept):
     assert names(engine) is None
     losses = train(engine, PLANNED + 2)
     assert names(engine) == ["recompute"] * (BLOCKS - num_kept) + ["keep"] * num_kept
-    assert [unit.around[-1] for unit in engine.units] == names(engine)
+    assert [unit.around[-1] for unit in engine.units if unit.name] == names(engine)
     assert losses == train(zeroshard.initialize(build(), adamw, {"stage": 0}).engine, PLANNED + 2)
     held = num_kept * KEPT + (BLOCKS - num_kept) * INPUTS
     assert held <= held_after_forward(engine) <= held + 3 * INPUTS  # the output, its square
@@ -150,6 +152,31 @@ def test_any_choices_give_the_same_bits(ranks, num_ranks):
         for losses, values in others:
             assert losses == want
             assert all(torch.equal(values[name], state[name]) for name in state)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler on CPUs",
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_blocks_keep_and_recompute_with_the_same_bits(stage):
+    found = []
+    for config in ({}, {"recompute": "auto", "memory_budget": room_for(3)}):
+        torch._dynamo.reset()
+        engine = zeroshard.initialize(build(), adamw, {"stage": stage, "compile": True, **config}).engine
+        losses = train(engine, PLANNED + 2)
+        around = [unit.around[1:] for unit in engine.units if unit.name]
+        for names in (["keep"] * BLOCKS, ["recompute"] * BLOCKS, ["keep", "recompute"] * (BLOCKS // 2)):
+            if config:
+                engine._runtime.budget._name(names)
+            losses += train(engine, 1)
+        found.append((losses, engine.full_state_dict()))
+        engine.close(restore=False)
+    assert {*around} == {("recompute", "compile"), ("keep", "compile")}
+    (want, state), (losses, values) = found
+    assert losses == want
+    assert all(torch.equal(values[name], state[name]) for name in state)
 
 
 @pytest.mark.long
@@ -260,8 +287,17 @@ class Slow(Block):
         return super().forward(Takes.apply(x, self.clock))
 
 
-@pytest.mark.parametrize(("kind", "room"), [(Blocks, None), (nn.Sequential, 5 * INPUTS + 2 * KEPT)])
-def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
+class WithHead(Blocks):
+    """Something that belongs to no block takes time, too."""
+
+    def forward(self, x):
+        return Takes.apply(super().forward(x), Slow.clock)
+
+
+@pytest.mark.parametrize(
+    ("kind", "room", "root"), [(WithHead, None, 4), (nn.Sequential, 5 * INPUTS + 2 * KEPT, 0)]
+)
+def test_a_step_takes_the_seconds_that_are_predicted(kind, room, root, monkeypatch):
     monkeypatch.setattr(streams, "time", clock := Clock())
     monkeypatch.setattr(Slow, "clock", clock, raising=False)
     model = kind(*[Slow() for _ in range(BLOCKS)])
@@ -276,6 +312,7 @@ def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
         predicted = sum(unit.seconds for unit in engine.units)
         assert (predicted == 0) == (number < 2)  # it is measured
     assert predicted == clock.now - begin > 4 * BLOCKS
+    assert [unit.seconds for unit in engine.units if not unit.name] == [root]
     assert f"{predicted:.4g} s" in str(engine.units)
     engine.close(restore=False)
 

@@ -26,9 +26,13 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
+from zeroshard.forwards.keeping import Link
 from zeroshard.memory.activations import RECOMPUTED, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
+from zeroshard.planning.machine import read_cluster
+from zeroshard.planning.predict import Choice, Interval, Prediction
+from zeroshard.planning.search import draw
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
@@ -116,6 +120,7 @@ def _has_room(found: Estimate, options: EstimateOptions) -> bool:
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
 _LINE = 79  # characters of a line of text
 _MOST_FITS = 8
+_LEGEND = "a micro-batch, F forward, f forward again, B backward, > < activations to the host and back"
 _NOTE = (
     "The peak is the time at which most parameters are gathered: a unit that computes, those that are "
     "prefetched, and the root."
@@ -144,14 +149,32 @@ def estimate(options: EstimateOptions) -> None:
     configs, bits = _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
+        link = None if options.cluster is None else _link_of(options.cluster, configs[0])
         estimates = {
-            f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
+            f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits, link=link)
             for config in configs
         }
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
+        for name, drawn in {name: _drawn(one) for name, one in estimates.items() if one.time_line}.items():
+            table += f"\n\n{name}: {_LEGEND}\n{drawn}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
+
+
+def _link_of(cluster: str, config: Config) -> Link | None:
+    """Return the link to the host in bytes per operation; None where a machine has none."""
+    machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
+    rate = machine.flops.get(str(dtype).removeprefix("torch."))
+    if not (rate and machine.to_host and machine.from_host):
+        return None
+    return Link(to_host=machine.to_host / rate, from_host=machine.from_host / rate)
+
+
+def _drawn(found: Estimate) -> str:
+    """Return the time line of a plan for a memory budget, as `zeroshard plan` draws a step."""
+    spans = tuple(Interval(*one) for one in found.time_line)
+    return draw(Prediction(Choice(), max(one.end for one in spans), {}, spans, found))
 
 
 def _refuse_unused(options: EstimateOptions) -> None:
@@ -162,6 +185,7 @@ def _refuse_unused(options: EstimateOptions) -> None:
         ("nvme", fits and options.host, "--memory and --host"),
         ("length", options.tokens, "--tokens"),
         ("memory_budget", options.tokens and options.recompute == "auto", "--tokens and --recompute auto"),
+        ("cluster", options.memory_budget and not fits, "--memory-budget"),
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")

@@ -297,7 +297,6 @@ class Config(Checked):
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
             (is_auto[0], "recompute", whole),
             (self.memory_budget is not None, "memory_budget", is_auto),
-            (is_auto[0], "recompute", not_compiled),
             (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
+from zeroshard.forwards.keeping import Interval, Link
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import (
     RECOMPUTED,
@@ -53,6 +54,8 @@ class Estimate(ModelStates):
     operations of units: a third, less the root's part, with recompute="unit"."""
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""
+    time_line: tuple[Interval, ...] = ()
+    """With a plan for a memory budget: (row, label, begin, end) of forwards and backwards, in operations."""
 
     @property
     def peak(self) -> int:
@@ -168,8 +171,12 @@ class Counted:
         *,
         optimizer_bits: int = 32,
         host_computes: bool = False,
+        link: Link | None = None,
     ) -> Estimate:
-        """Return the estimate for some ranks and a config, see `estimate`."""
+        """Return the estimate for some ranks and a config, see `estimate`.
+
+        A `link` to the host, in bytes per operation, lets a plan for a budget send activations there.
+        """
         config = Config.parse(config)
         if type(world_size) is not int or world_size < 1:
             raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
@@ -189,7 +196,8 @@ class Counted:
         setting = setting_of(config, world_size, host_computes=host_computes)
         usage, states = self.usage(config, setting), States(bits=optimizer_bits)
         found = (
-            estimate_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting)
+            estimate_of_rank(own, setting, config, states, usage, link)
+            for own in self._planned(config, setting)
         )
         return max(found, key=lambda one: one.peak)
 
@@ -236,7 +244,12 @@ class Counted:
 
 
 def estimate_of_rank(
-    own: RankUnits, setting: Setting, config: Config, states: States, usage: DryRun
+    own: RankUnits,
+    setting: Setting,
+    config: Config,
+    states: States,
+    usage: DryRun,
+    link: Link | None = None,
 ) -> Estimate:
     """Return the bytes of a rank with some units.
 
@@ -245,6 +258,7 @@ def estimate_of_rank(
         setting, config: the setting of their plans, and the config.
         states: the states of the optimizer.
         usage: what a micro-batch takes.
+        link: see `Counted.on`.
     """
     units, scales = own
     steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
@@ -266,8 +280,8 @@ def estimate_of_rank(
     if not usage.units or config.recompute not in RECOMPUTED:
         return found
     room = (config.memory_budget or 0) - (found.peak - found.activations)
-    peak, longer = usage.within(room if has_plan(config) else None)
-    return replace(found, activations=peak, extra_time=longer)
+    peak, longer, line = usage.within(room if has_plan(config) else None, link)
+    return replace(found, activations=peak, extra_time=longer, time_line=line)
 
 
 def _checked_number(given: object) -> int:
