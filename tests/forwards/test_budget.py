@@ -234,6 +234,50 @@ def test_a_sequential_recomputes_runs_in_runs_where_that_is_less(stage):
     engine.close(restore=False)
 
 
+def pipelined(config, num, room):
+    """The choices of a pipeline rank with a budget, and its tree, after the steps of one that keeps all."""
+    found, states = [], num * STATES // BLOCKS // 2
+    for own in ({}, {"recompute": "auto", "memory_budget": states + room}):
+        pipeline = {"num_microbatches": 4, **config.get("pipeline", {})}
+        given = {"mesh": {"pp": 2}, **config, **own, "pipeline": pipeline}
+        model, loss_fn = build(nn.Sequential, num), nn.functional.mse_loss
+        engine = zeroshard.initialize(model, adamw, given, loss_fn=loss_fn).engine
+        pairs = ((batch(n, 4 * ROWS), batch(100 + n, 4 * ROWS)) for n in range(PLANNED + 2))
+        losses = [engine.train_batch(*pair).item() for pair in pairs]
+        found.append((losses, [p.detach().clone() for p in engine.module.parameters()]))
+        budget = engine._runtime.budget
+        engine.close(restore=False)
+    (want, state), (losses, values) = found
+    assert losses == want
+    assert all(map(torch.equal, values, state))
+    return budget.names, budget.tree
+
+
+IN_CHUNKS = {"schedule": "interleaved", "num_chunks": 3}
+
+
+@pytest.mark.long_where(config=[{"stage": 1, "pipeline": {"schedule": "zb-h1"}}, {"stage": 3}])
+@pytest.mark.parametrize(
+    ("num_ranks", "config", "num", "room", "has_tree"),
+    [
+        (2, {"stage": 0}, 16, 2 * (KEPT + 5 * INPUTS), True),
+        (2, {"stage": 2, "pipeline": IN_CHUNKS}, BLOCKS, 3 * KEPT, False),
+        (2, {"stage": 3}, BLOCKS, 4 * KEPT, False),
+        (4, {"stage": 1, "pipeline": {"schedule": "zb-h1"}}, BLOCKS, KEPT, False),
+    ],
+    ids=str,
+)
+def test_micro_batches_in_flight_share_the_budget_of_a_pipeline_rank(
+    ranks, num_ranks, config, num, room, has_tree
+):
+    (first, tree), *_, (last, _) = ranks(num_ranks, pipelined, config, num, room)
+    assert "recompute" in first
+    assert "keep" in last
+    if "pipeline" not in config:  # on the last rank of 1F1B one is in flight
+        assert first.count("keep") < last.count("keep")
+    assert (tree is not None) == has_tree
+
+
 def test_an_estimate_tells_what_a_budget_costs():
     def of_budget(config):
         loss = lambda model: model(torch.empty(ROWS, WIDTH)).square().mean()  # noqa: E731
@@ -340,6 +384,25 @@ def test_a_step_takes_the_seconds_that_are_predicted(kind, room, root, monkeypat
 def test_what_is_refused(make, config, error):
     with pytest.raises(ValueError, match=error):
         zeroshard.initialize(make(), adamw, config)
+
+
+@pytest.mark.parametrize("pipeline", [{"schedule": "pipedream"}, {"trace": True, "split": ["0"]}])
+def test_pipelines_that_step_late_or_are_traced_have_no_budget(pipeline):
+    config = {"recompute": "auto", "mesh": {"pp": 2}, "memory_budget": "1GB", "pipeline": pipeline}
+    with pytest.raises(
+        ValueError, match=r"needs (recompute to be 'none', 'lean' or 'unit'|pipeline\.trace to be)"
+    ):
+        zeroshard.Config.from_dict(config)
+
+
+def test_a_model_that_calls_a_block_twice_is_no_chain():
+    found = []
+    for config in ({}, {"recompute": "auto", "memory_budget": STATES // 3 + KEPT + INPUTS}):
+        blocks = build(nn.Sequential, 2)
+        engine = zeroshard.initialize(nn.Sequential(*blocks, *blocks), adamw, {"stage": 0, **config}).engine
+        found.append(train(engine, PLANNED + 1))
+        engine.close(restore=False)
+    assert found[0] == found[1]
 
 
 def test_a_module_without_an_engine_has_no_budget():

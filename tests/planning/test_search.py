@@ -312,8 +312,3 @@ def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
     for num in (1e9, 7e9):
         found = sum(p.numel() for p in build_typical(int(num)).parameters())
         assert found == pytest.approx(num, rel=0.08)
-
-
-def test_a_budget_of_memory_is_for_whole_models() -> None:
-    with pytest.raises(ValueError, match=r"recompute='auto' needs mesh\.pp to be 1, got 2"):
-        zeroshard.Config.from_dict({"recompute": "auto", "mesh": {"pp": 2}})

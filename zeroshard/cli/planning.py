@@ -26,13 +26,9 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.forwards.keeping import Link
 from zeroshard.memory.activations import RECOMPUTED, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
-from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.predict import Choice, Interval, Prediction
-from zeroshard.planning.search import draw
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
@@ -149,32 +145,22 @@ def estimate(options: EstimateOptions) -> None:
     configs, bits = _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
-        link = None if options.cluster is None else _link_of(options.cluster, configs[0])
+        link = None
+        if options.memory_budget is not None:
+            from zeroshard.cli import pipelines  # others need no planner
+
+            link = pipelines.link_of(options.cluster, configs[0])
         estimates = {
             f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits, link=link)
             for config in configs
         }
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
-        for name, drawn in {name: _drawn(one) for name, one in estimates.items() if one.time_line}.items():
-            table += f"\n\n{name}: {_LEGEND}\n{drawn}"
+        for name, found in estimates.items():
+            if found.time_line:
+                table += f"\n\n{name}: {_LEGEND}\n{pipelines.drawn(found)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
-
-
-def _link_of(cluster: str, config: Config) -> Link | None:
-    """Return the link to the host in bytes per operation; None where a machine has none."""
-    machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
-    rate = machine.flops.get(str(dtype).removeprefix("torch."))
-    if not (rate and machine.to_host and machine.from_host):
-        return None
-    return Link(to_host=machine.to_host / rate, from_host=machine.from_host / rate)
-
-
-def _drawn(found: Estimate) -> str:
-    """Return the time line of a plan for a memory budget, as `zeroshard plan` draws a step."""
-    spans = tuple(Interval(*one) for one in found.time_line)
-    return draw(Prediction(Choice(), max(one.end for one in spans), {}, spans, found))
 
 
 def _refuse_unused(options: EstimateOptions) -> None:

@@ -10,9 +10,11 @@ A unit keeps all, recomputes, sends what it would keep to the host and back, or 
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
 its backward in any case. Tensor ranks choose alike, as recomputed layers exchange again. A Sequential whose
 parameters are not gathered may recompute runs of units, and runs in runs, by Rotor's plan: nested checkpoints
-carry it out. Units of the same class with the same parameters are one kind. What a step takes besides its
-units is the root's. Compiled units keep or recompute: the backward of compiled code may write to memory of
-saved tensors, so it stays on the device.
+carry it out. In a pipeline each micro-batch in flight gets its part of the bytes.
+
+Units of the same class with the same parameters are one kind. What a step takes besides its units is the
+root's. Compiled units keep or recompute: the backward of compiled code may write to memory of saved tensors,
+so it stays on the device.
 """
 
 from __future__ import annotations
@@ -106,16 +108,27 @@ class Budget:
         context: the objects that their buffers share.
         num_bytes: the bytes of the device that a rank may use.
         moves: False leaves activations on the device.
+        loop: the modules that the root calls one after the other, and nothing else; () if it does more.
+        in_flight: of a pipeline the micro-batches whose activations are there at a time, by the chunks of a
+            rank together; None without a pipeline.
 
     Raises:
         ValueError: there are no blocks, or a block has a unit inside.
     """
 
     def __init__(
-        self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int, *, moves: bool
+        self,
+        units: Sequence[Unit],
+        changes: Changes,
+        context: Context,
+        num_bytes: int,
+        *,
+        moves: bool,
+        loop: Sequence[nn.Module],
+        in_flight: float | None,
     ) -> None:
         self._context, self._state, self._device = context, context.state, context.device
-        self.num_bytes = num_bytes
+        self.num_bytes, self._in_flight = num_bytes, in_flight or 1.0
         self._link: Link | None = None
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
@@ -129,7 +142,7 @@ class Budget:
         nested = any(
             part in by_module for module in modules for part in module.modules() if part is not module
         )
-        if not modules or nested:
+        if nested or not (modules or in_flight):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
@@ -149,8 +162,7 @@ class Budget:
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice that holds now comes last."""
         self._root = root = units[0].module
-        owns_loop = type(root).forward is nn.Sequential.forward and list(root.children()) == modules
-        self._is_chain = owns_loop and all(unit.is_resident for unit in units)
+        self._is_chain = bool(modules) and list(loop) == modules and all(unit.is_resident for unit in units)
         """True if the units are the stages of a chain, which may be computed again in runs, and runs in runs:
         a Sequential whose parameters are not gathered, as a run would gather all of its units together."""
         self._modules = modules
@@ -304,14 +316,15 @@ class Budget:
                 kind.read(drops=is_first)
             if self._steps >= PROBED:
                 self._plan()
-        self._begun = self._watch.point()
+        if self._in_flight == 1:  # else other forwards come before the backward
+            self._begun = self._watch.point()
 
     def _plan(self) -> None:
         is_first = self._steps == PROBED
         if self._moving is not None and is_first:
             self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
         measured = [kind.measured() for kind in self._kinds]
-        found = measured, self._link, self.take_peak(), self._largest[0]
+        found = measured, self._link, self.take_peak(), self._largest[:1]
         everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
         measured, link, others, largest = everyone[0]
         costs, link = [one.costs(link) for one in measured], link or NO_LINK
@@ -324,14 +337,14 @@ class Budget:
             return simulate(costs, options, self.num_bytes, link)
 
         if self._device.type != "cpu":
-            others -= taken(self.names).peak if self.tree is None else self._room
-        self._room = room = self.num_bytes - others
+            others -= round(self._in_flight * (taken(self.names).peak if self.tree is None else self._room))
+        self._room = room = int((self.num_bytes - others) / self._in_flight)
         self.plan, self.tree = choose_keeping(costs, room, link), None
         self._name(option.name for option in self.plan.options)
         times: Iterable[float] = self.plan.times
         is_chain = self._is_chain and all(one.kept is not None for one in measured)
         stages = [replace(one, forward=one.again) for one in measured]
-        chain = plan_chain(stages, largest, room) if is_chain else None
+        chain = plan_chain(stages, largest[0], room) if is_chain else None
         firsts = sum(one.forward - one.again for one in measured)
         limit = self.plan.seconds * (1 - _GAIN) if self.plan.peak <= room else math.inf
         if chain is not None and chain.seconds + firsts < limit:
@@ -340,7 +353,8 @@ class Budget:
             self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
             times = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
         elif self.plan.peak > room and is_first:
-            budget, rest, own = map(format_bytes, (self.num_bytes, others, self.plan.peak))
+            own_bytes = self._in_flight * self.plan.peak
+            budget, rest, own = map(format_bytes, (self.num_bytes, others, own_bytes))
             warn_user(
                 f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
                 f"activations {own} even where units recompute. Take fewer samples, or "

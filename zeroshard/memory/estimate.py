@@ -171,11 +171,11 @@ class Counted:
         *,
         optimizer_bits: int = 32,
         host_computes: bool = False,
-        link: Link | None = None,
+        link: tuple[float, float] | None = None,
     ) -> Estimate:
         """Return the estimate for some ranks and a config, see `estimate`.
 
-        A `link` to the host, in bytes per operation, lets a plan for a budget send activations there.
+        A plan for a budget sends activations over a `link` to the host and back, in bytes per operation.
         """
         config = Config.parse(config)
         if type(world_size) is not int or world_size < 1:
@@ -249,7 +249,7 @@ def estimate_of_rank(
     config: Config,
     states: States,
     usage: DryRun,
-    link: Link | None = None,
+    link: tuple[float, float] | None = None,
 ) -> Estimate:
     """Return the bytes of a rank with some units.
 
@@ -280,7 +280,8 @@ def estimate_of_rank(
     if not usage.units or config.recompute not in RECOMPUTED:
         return found
     room = (config.memory_budget or 0) - (found.peak - found.activations)
-    peak, longer, line = usage.within(room if has_plan(config) else None, link)
+    over = None if link is None else Link(to_host=link[0], from_host=link[1])
+    peak, longer, line = usage.within(room if has_plan(config) else None, over)
     return replace(found, activations=peak, extra_time=longer, time_line=line)
 
 
