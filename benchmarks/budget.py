@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import record
 import zeroshard
-from zeroshard.forwards.budget import PLANNED
+from zeroshard.forwards.budget import PLANNED, PROBED
 from zeroshard.forwards.keeping import (
     KEEP,
     OFFLOAD,
@@ -40,6 +40,10 @@ WAYS = {
 }
 SHARES = (0.9, 0.7, 0.5, 0.35, 0.2, 0.1)
 """Of what all units keep together."""
+BLOCKS, WIDTH, CLASSES, TOKENS = 8, 256, 4096, 1024
+"""The model that is trained, and the tokens of a step."""
+KEPT = BLOCKS * TOKENS * WIDTH * 4 * (1 + 4 * 4)
+"""Bytes that its blocks keep."""
 
 
 def parse() -> argparse.Namespace:
@@ -47,10 +51,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--measure", action="store_true", help="train, and compare predicted seconds")
     parser.add_argument("--compile", action="store_true", help="compile the blocks that are trained")
-    parser.add_argument("--width", type=int, default=256, help="of the blocks that are trained")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--classes", type=int, default=4096, help="of the head")
-    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     return parser.parse_args()
@@ -67,8 +67,7 @@ def plans() -> list[dict[str, Any]]:
             options = tuple(option for option in unit.options if option.name in names)
             units = [UnitCosts(forward=unit.forward, backward=unit.backward, options=options)] * UNITS
             plan = choose_keeping(units, budget, link)
-            fits = plan.peak <= budget
-            row[way] = round(plan.seconds / (3 * SECONDS * UNITS), 4) if fits else None
+            row[way] = round(plan.seconds / (3 * SECONDS * UNITS), 4) if plan.peak <= budget else None
         rows.append(row)
     return rows
 
@@ -76,61 +75,43 @@ def plans() -> list[dict[str, Any]]:
 class Block(nn.Module):
     """A gated MLP with a residual."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         return x + hidden
 
 
-class Model(nn.Module):
-    """Calls its blocks by itself, so that each has a choice of its own; head and loss are the root's."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(args.width) for _ in range(args.blocks))
-        self.head = nn.Linear(args.width, args.classes)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(x), targets)
+def build() -> nn.Sequential:
+    """Blocks with a choice each, and a head, whose time is the root's."""
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each budget: predicted and measured seconds of forward and backward, and their ratio."""
+    """A row for each budget: seconds of forward and backward, measured, and predicted before and after."""
     device, rows = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"), []
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    x = torch.randn(args.tokens, args.width, device=device)
-    targets = torch.randint(args.classes, (args.tokens,), device=device)
-    states = 16 * sum(p.numel() for p in Model(args).parameters())
-    kept = args.blocks * args.tokens * args.width * 4 * (1 + 4 * 4)
+    torch.set_num_threads(1)
+    x, targets = torch.randn(TOKENS, WIDTH, device=device), torch.arange(TOKENS, device=device)
+    states = 16 * sum(p.numel() for p in build().parameters())
     for share in (1.2, 0.75, 0.5, 0.25):
-        model = Model(args)
-        config = {"stage": 0, "recompute": "auto", "memory_budget": states + round(share * kept)}
-        config |= {"compile": args.compile}
-        engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), fused=True), config).engine
-        seconds, first = [], 0.0
+        config = {"stage": 0, "recompute": "auto", "memory_budget": states + round(share * KEPT)}
+        engine = zeroshard.initialize(build(), torch.optim.AdamW, config | {"compile": args.compile}).engine
+        seconds, predicted = [], []
         for _ in range(PLANNED + args.steps):
             begin = time.perf_counter()
-            engine.backward(engine(x, targets))
+            engine.backward(nn.functional.cross_entropy(engine(x), targets))
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - begin)
             engine.step()
-            first = first or sum(unit.seconds for unit in engine.units)  # before the plan has run
-        units = engine.units
-        predicted, found = sum(unit.seconds for unit in units), statistics.median(seconds[PLANNED:])
-        root = sum(unit.seconds for unit in units if not unit.name)
-        num_kept = sum(KEEP in unit.around for unit in units)
-        row = {"budget": share, "kept": num_kept, "root_s": root, "first_s": first}
-        row |= {"predicted_s": predicted, "measured_s": found, "error": predicted / found - 1}
-        rows.append(row | {"first_error": first / found - 1})
-        print(units)
+            predicted.append(sum(unit.seconds for unit in engine.units))
+        found, first = statistics.median(seconds[PLANNED:]), predicted[PROBED]  # before the plan has run
+        num_kept = sum(KEEP in unit.around for unit in engine.units)
+        row = {"budget": share, "kept": num_kept, "measured_s": found, "predicted_s": predicted[-1]}
+        rows.append(row | {"error_of_first": first / found - 1, "error": predicted[-1] / found - 1})
         engine.close(restore=False)
     return rows
 

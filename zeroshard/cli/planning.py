@@ -141,17 +141,16 @@ def estimate(options: EstimateOptions) -> None:
     if options.length and options.tokens % options.length:
         raise ValueError(f"--length: expected a divisor of the {options.tokens} tokens, got {options.length}")
     length = options.length or options.tokens
-    counted = Counted(model, (options.tokens // max(1, length), length))
-    configs, bits = _configs(options), options.optimizer_bits or 32
+    configs, bits, link = _configs(options), options.optimizer_bits or 32, None
+    if options.memory_budget is not None:
+        from zeroshard.cli import pipelines  # others need no planner
+
+        link = pipelines.link_of(options.cluster, configs[0])
+    counted = Counted(model, (options.tokens // max(1, length), length), link=link)
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
-        link = None
-        if options.memory_budget is not None:
-            from zeroshard.cli import pipelines  # others need no planner
-
-            link = pipelines.link_of(options.cluster, configs[0])
         estimates = {
-            f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits, link=link)
+            f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
             for config in configs
         }
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE

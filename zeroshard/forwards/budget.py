@@ -237,7 +237,8 @@ class Budget:
                 output = ways[name](*args, **kwargs)
             self._time_backward(kind.watches[name][1], (args, kwargs), output)
             if is_probed:
-                kind.profile = max(kind.profile, _profile(saved, given, output, shared), key=_kept)
+                found = _profile(saved, given, output, shared)
+                kind.profile = max(kind.profile, found, key=lambda one: one.kept or 0)
             return output
 
         return chosen
@@ -372,10 +373,6 @@ def _depths(tree: Tree, depth: int = 0) -> Iterator[tuple[int, int]]:
             yield part, depth
         else:
             yield from _depths(part, depth + 1)
-
-
-def _kept(profile: UnitProfile) -> int:
-    return profile.kept or 0
 
 
 def _profile(

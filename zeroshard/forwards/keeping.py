@@ -240,26 +240,21 @@ def time_line(units: Sequence[UnitCosts], plan: KeepingPlan, link: Link) -> Iter
         plan: their plan.
         link: the link to the host.
     """
-    forward, backward = list[tuple[str, float, str, float]](), list[tuple[str, float, str, float]]()
+    forward, backward = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
     for unit, option, before, beside in zip(units, plan.options, plan.before, plan.beside, strict=True):
         again = "F1" if option.name in (RECOMPUTE, OFFLOAD_INPUT) else ""
         leave, back = before / link.to_host, before / link.from_host
-        forward += [
-            ("", leave, ">", leave),
-            ("F", unit.forward + option.forward, ">", beside / link.to_host),
-        ]
-        backward += [
-            ("", back, "<", back),
-            ("B", unit.backward, "<", beside / link.from_host),
-            (again, option.backward, "", 0.0),
-        ]
+        forward += [("", leave, leave), ("F", unit.forward + option.forward, beside / link.to_host)]
+        backward += [("", back, back), ("B", unit.backward, beside / link.from_host)]
+        backward.append((again, option.backward, 0.0))
     now = 0.0
-    for label, seconds, arrow, copies in (*forward, *reversed(backward)):
-        if label and seconds:
-            yield "compute", label, now, now + seconds
-        if copies:
-            yield "link", arrow, now, now + copies
-        now += seconds
+    for arrow, parts in ((">", forward), ("<", backward[::-1])):
+        for label, seconds, copies in parts:
+            if label and seconds:
+                yield "compute", label, now, now + seconds
+            if copies:
+                yield "link", arrow, now, now + copies
+            now += seconds
 
 
 def choose_keeping(

@@ -58,11 +58,8 @@ def tile_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
     tiles = config.mlp.tiles
     if tiles == "none":
         return
-    found: list[Any] = []
-    for module in model.modules():
-        is_patched = "forward" in vars(module) and module not in changes.stacks
-        if not is_patched and _is_gated(type(module).forward):
-            found.append(module)
+    own: Iterator[Any] = (m for m in model.modules() if "forward" not in vars(m) or m in changes.stacks)
+    found = [module for module in own if _is_gated(type(module).forward)]
     for mlp in found:
         changes.around(mlp, "tiles", functools.partial(_tiled, mlp, tiles))
     if not found and config.mesh.pp == 1:

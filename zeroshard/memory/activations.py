@@ -141,7 +141,8 @@ class Sizes:
     def units(self, num_tokens: int, config: Config) -> list[UnitProfile]:
         """The blocks, and the head; without the operations of attention scores."""
         kept, inputs = self.bytes_of_block(num_tokens, config), self.bytes_of_input(num_tokens, config)
-        units = [_counted(2 * block * num_tokens, kept, inputs) for block in self.blocks]
+        num_bytes = {"kept": kept, "inputs": inputs, "moved": kept}
+        units = [_counted(2 * block * num_tokens, **num_bytes) for block in self.blocks]
         head = self.bytes_of_head(num_tokens, config)
         return [*units, _counted(2 * self.embedding * num_tokens, working=head)]
 
@@ -211,18 +212,19 @@ class DryRun(NamedTuple):
     """The units whose forward may run again, and the root, with operations in the place of seconds."""
     others: int = 0
     """Bytes that are there besides."""
+    link: Link | None = None
+    """The link to the host, in bytes per operation, if activations may go there."""
 
-    def within(self, budget: float | None, link: Link | None) -> tuple[int, float, tuple[Interval, ...]]:
+    def within(self, budget: float | None) -> tuple[int, float, tuple[Interval, ...]]:
         """Return the most bytes of a plan for a budget, the share of time that it adds, and its time line.
 
         Args:
             budget: bytes for activations; None: all units recompute.
-            link: the link to the host, in bytes per operation, if activations may go there.
         """
         keep = sum(unit.forward + unit.backward for unit in self.units)
         if budget is None:
             return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1), ()
-        units, link = [unit.costs(link) for unit in self.units], link or NO_LINK
+        units, link = [unit.costs(self.link) for unit in self.units], self.link or NO_LINK
         plan = choose_keeping(units, int(budget) - self.others, link)
         longer = plan.seconds / max(keep, 1) - 1
         return plan.peak + self.others, longer, tuple(time_line(units, plan, link))
@@ -233,17 +235,9 @@ def has_plan(config: Config) -> bool:
     return config.recompute == "auto" and (config.memory_budget or 0) > 1
 
 
-def _counted(operations: float, kept: int = 0, inputs: int = 0, working: int = 0) -> UnitProfile:
+def _counted(operations: float, **num_bytes: int) -> UnitProfile:
     """The profile of a unit with so many operations in its forward."""
-    return UnitProfile(
-        forward=operations,
-        backward=2 * operations,
-        again=operations,
-        kept=kept,
-        inputs=inputs,
-        moved=kept,
-        working=working,
-    )
+    return UnitProfile(forward=operations, backward=2 * operations, again=operations, **num_bytes)
 
 
 def dry_run(
@@ -275,7 +269,8 @@ def dry_run(
             nonlocal after
             (after, done), (before, begun) = now(), begins.pop()
             made = sum(one.nbytes for one in pytree.tree_leaves(output) if isinstance(one, Tensor))
-            units.append(_counted(done - begun, max(after - before, made), made, inside - before))
+            kept, working = max(after - before, made), inside - before
+            units.append(_counted(done - begun, kept=kept, inputs=made, moved=kept, working=working))
 
         def sample(*_: Any) -> None:
             nonlocal peak, inside

@@ -140,6 +140,8 @@ class Counted:
 
     Args:
         model_or_num_params, num_tokens, loss_of, tp_plan: see `estimate`.
+        link: rates of the link to the host and back, in bytes per operation, if a plan for a budget may send
+            activations there.
 
     Raises:
         ValueError: see `estimate`.
@@ -151,7 +153,9 @@ class Counted:
         num_tokens: int | tuple[int, int] = 0,
         loss_of: LossOf | None = None,
         tp_plan: Plan | None = None,
+        link: tuple[float, float] | None = None,
     ) -> None:
+        self._link = None if link is None else Link(to_host=link[0], from_host=link[1])
         shape = num_tokens if isinstance(num_tokens, tuple) else (1, num_tokens)
         if any(type(num) is not int or num < 0 for num in shape):
             raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
@@ -171,12 +175,8 @@ class Counted:
         *,
         optimizer_bits: int = 32,
         host_computes: bool = False,
-        link: tuple[float, float] | None = None,
     ) -> Estimate:
-        """Return the estimate for some ranks and a config, see `estimate`.
-
-        A plan for a budget sends activations over a `link` to the host and back, in bytes per operation.
-        """
+        """Return the estimate for some ranks and a config, see `estimate`."""
         config = Config.parse(config)
         if type(world_size) is not int or world_size < 1:
             raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
@@ -194,10 +194,9 @@ class Counted:
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        usage, states = self.usage(config, setting), States(bits=optimizer_bits)
+        usage, states = self.usage(config, setting)._replace(link=self._link), States(bits=optimizer_bits)
         found = (
-            estimate_of_rank(own, setting, config, states, usage, link)
-            for own in self._planned(config, setting)
+            estimate_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting)
         )
         return max(found, key=lambda one: one.peak)
 
@@ -244,12 +243,7 @@ class Counted:
 
 
 def estimate_of_rank(
-    own: RankUnits,
-    setting: Setting,
-    config: Config,
-    states: States,
-    usage: DryRun,
-    link: tuple[float, float] | None = None,
+    own: RankUnits, setting: Setting, config: Config, states: States, usage: DryRun
 ) -> Estimate:
     """Return the bytes of a rank with some units.
 
@@ -258,7 +252,6 @@ def estimate_of_rank(
         setting, config: the setting of their plans, and the config.
         states: the states of the optimizer.
         usage: what a micro-batch takes.
-        link: see `Counted.on`.
     """
     units, scales = own
     steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
@@ -280,8 +273,7 @@ def estimate_of_rank(
     if not usage.units or config.recompute not in RECOMPUTED:
         return found
     room = (config.memory_budget or 0) - (found.peak - found.activations)
-    over = None if link is None else Link(to_host=link[0], from_host=link[1])
-    peak, longer, line = usage.within(room if has_plan(config) else None, over)
+    peak, longer, line = usage.within(room if has_plan(config) else None)
     return replace(found, activations=peak, extra_time=longer, time_line=line)
 
 
