@@ -130,6 +130,12 @@ def test_a_budget_costs_time(capsys):
     less = zeroshard.estimate(7e9, 8, config | {"memory_budget": 10**9}, num_tokens=8192)
     assert (more.peak, more.extra_time) == (keep.peak, 0)
     assert less.peak == unit.peak > 10**9
+    (drawn,) = re.findall(r"\ncompute  \|(F+[Bf]+)\|\n", out)
+    assert drawn.count("B") > drawn.count("F") > drawn.count("f") > 0
+    over_link = shown(capsys, *given, "--recompute", "auto", "--memory-budget", "30GB", "--cluster", "8xH100")
+    assert re.search(r"\ncompute  \|F+B[fB]+\|\nlink +\| *>[> ]+<[< ]+\|", over_link)
+    less = zeroshard.estimate(7e9, 8, config | {"memory_budget": "30GB"}, num_tokens=8192)
+    assert float(re.search(r"longer by +([\d.]+)%", over_link)[1]) < 100 * less.extra_time - 1
 
 
 def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):

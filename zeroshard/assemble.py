@@ -37,6 +37,7 @@ from zeroshard.lazy.recording import (
     refuse_recording,
 )
 from zeroshard.parallel.pipeline.chunked import Absent
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.losses import tile_losses
@@ -90,9 +91,15 @@ def open_data_parallel(
 
 
 def shard_over(
-    module: nn.Module, division: Division, config: Config, axes: Axes, *, steps_by_parts: bool = False
+    module: nn.Module,
+    division: Division,
+    config: Config,
+    axes: Axes,
+    *,
+    steps_by_parts: bool = False,
+    part: ModelPart | None = None,
 ) -> Runtime:
-    """Shard a module in the units of a division."""
+    """Shard a module in the units of a division; of a pipeline, the part that this rank holds."""
     changes, specs, device = Changes(), division.specs, axes.world.device
     ignored = find_ignored(module, config.ignored)
     casts = find_module_casts(module, specs, config)
@@ -139,7 +146,14 @@ def shard_over(
         recompute_forwards(units, changes)
     budget = None
     if config.recompute == "auto":
-        budget = Budget(units, changes, context, budget_of(config.memory_budget, device))
+        num_bytes = budget_of(config.memory_budget, device)
+        has_loop = type(module).forward is nn.Sequential.forward and (part is None or len(part.chunks) == 1)
+        called = module._modules.values() if has_loop else ()  # a module may be called twice
+        loop = [one for one in called if one is not None and not isinstance(one, Absent)]
+        in_flight = None if part is None else part.in_flight
+        budget = Budget(
+            units, changes, context, num_bytes, moves=not config.compile, loop=loop, in_flight=in_flight
+        )
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()

@@ -141,7 +141,7 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     close_at_exit(axes, *axes.members)
     check_room(specs, config, axes, optimizer, device)
     by_parts = optimizer is not None and is_known(optimizer)
-    runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts)
+    runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts, part=part)
     install_hook(hook, runtime)
     if optimizer is not None:
         pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)

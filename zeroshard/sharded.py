@@ -263,7 +263,10 @@ class UnitInfo:
     around: tuple[str, ...] = ()
     """All that lies around the forward of its module, from the outside in."""
     seconds: float = 0.0
-    """The seconds of its forward and backward that the plan of a memory budget predicts; 0 without one."""
+    """The seconds of its forward and backward that the plan of a memory budget predicts; 0 without one.
+
+    Those of the root are all that is in no other unit; it is listed then even if it has no parameters.
+    """
 
 
 class Units(list[UnitInfo]):
@@ -284,10 +287,10 @@ def units(owner: Engine | Sharded) -> Units:
     runtime = owner._runtime
     placements, infos = runtime.context.setting.placements, Units()
     seconds = {} if runtime.budget is None else runtime.budget.seconds
-    for unit in (unit for unit in runtime.units if unit.plan.buffers):
+    for unit in (unit for unit in runtime.units if unit.plan.buffers or unit.module in seconds):
         is_root, ends_forward = unit is runtime.root, unit in runtime.passes.last
         kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
-        around = ("gather", *reversed(runtime.changes.stacks[unit.module]))
+        around = *["gather"][: len(unit.buffers)], *reversed(runtime.changes.stacks[unit.module])
         predicted = seconds.get(unit.module, 0.0)
         infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around, predicted))
     return infos

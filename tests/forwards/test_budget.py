@@ -1,6 +1,8 @@
 """A budget of memory: units keep what fits, and compute the rest again."""
 
+import os
 import random
+import shutil
 
 import pytest
 import torch
@@ -93,7 +95,7 @@ def test_as_many_blocks_keep_all_as_the_budget_has_room_for(num_kept):
     assert names(engine) is None
     losses = train(engine, PLANNED + 2)
     assert names(engine) == ["recompute"] * (BLOCKS - num_kept) + ["keep"] * num_kept
-    assert [unit.around[-1] for unit in engine.units] == names(engine)
+    assert [unit.around[-1] for unit in engine.units if unit.name] == names(engine)
     assert losses == train(zeroshard.initialize(build(), adamw, {"stage": 0}).engine, PLANNED + 2)
     held = num_kept * KEPT + (BLOCKS - num_kept) * INPUTS
     assert held <= held_after_forward(engine) <= held + 3 * INPUTS  # the output, its square
@@ -153,6 +155,31 @@ def test_any_choices_give_the_same_bits(ranks, num_ranks):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler on CPUs",
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_blocks_keep_and_recompute_with_the_same_bits(stage):
+    found = []
+    for config in ({}, {"recompute": "auto", "memory_budget": room_for(3)}):
+        torch._dynamo.reset()
+        engine = zeroshard.initialize(build(), adamw, {"stage": stage, "compile": True, **config}).engine
+        losses = train(engine, PLANNED + 2)
+        around = [unit.around[1:] for unit in engine.units if unit.name]
+        for names in (["keep"] * BLOCKS, ["recompute"] * BLOCKS, ["keep", "recompute"] * (BLOCKS // 2)):
+            if config:
+                engine._runtime.budget._name(names)
+            losses += train(engine, 1)
+        found.append((losses, engine.full_state_dict()))
+        engine.close(restore=False)
+    assert {*around} == {("recompute", "compile"), ("keep", "compile")}
+    (want, state), (losses, values) = found
+    assert losses == want
+    assert all(torch.equal(values[name], state[name]) for name in state)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "config"),
     [
@@ -205,6 +232,50 @@ def test_a_sequential_recomputes_runs_in_runs_where_that_is_less(stage):
     gradients = states // 4
     assert live.peak - gradients < room
     engine.close(restore=False)
+
+
+def pipelined(config, num, room):
+    """The choices of a pipeline rank with a budget, and its tree, after the steps of one that keeps all."""
+    found, states = [], num * STATES // BLOCKS // 2
+    for own in ({}, {"recompute": "auto", "memory_budget": states + room}):
+        pipeline = {"num_microbatches": 4, **config.get("pipeline", {})}
+        given = {"mesh": {"pp": 2}, **config, **own, "pipeline": pipeline}
+        model, loss_fn = build(nn.Sequential, num), nn.functional.mse_loss
+        engine = zeroshard.initialize(model, adamw, given, loss_fn=loss_fn).engine
+        pairs = ((batch(n, 4 * ROWS), batch(100 + n, 4 * ROWS)) for n in range(PLANNED + 2))
+        losses = [engine.train_batch(*pair).item() for pair in pairs]
+        found.append((losses, [p.detach().clone() for p in engine.module.parameters()]))
+        budget = engine._runtime.budget
+        engine.close(restore=False)
+    (want, state), (losses, values) = found
+    assert losses == want
+    assert all(map(torch.equal, values, state))
+    return budget.names, budget.tree
+
+
+IN_CHUNKS = {"schedule": "interleaved", "num_chunks": 3}
+
+
+@pytest.mark.long_where(config=[{"stage": 1, "pipeline": {"schedule": "zb-h1"}}, {"stage": 3}])
+@pytest.mark.parametrize(
+    ("num_ranks", "config", "num", "room", "has_tree"),
+    [
+        (2, {"stage": 0}, 16, 2 * (KEPT + 5 * INPUTS), True),
+        (2, {"stage": 2, "pipeline": IN_CHUNKS}, BLOCKS, 3 * KEPT, False),
+        (2, {"stage": 3}, BLOCKS, 4 * KEPT, False),
+        (4, {"stage": 1, "pipeline": {"schedule": "zb-h1"}}, BLOCKS, KEPT, False),
+    ],
+    ids=str,
+)
+def test_micro_batches_in_flight_share_the_budget_of_a_pipeline_rank(
+    ranks, num_ranks, config, num, room, has_tree
+):
+    (first, tree), *_, (last, _) = ranks(num_ranks, pipelined, config, num, room)
+    assert "recompute" in first
+    assert "keep" in last
+    if "pipeline" not in config:  # on the last rank of 1F1B one is in flight
+        assert first.count("keep") < last.count("keep")
+    assert (tree is not None) == has_tree
 
 
 def test_an_estimate_tells_what_a_budget_costs():
@@ -260,8 +331,17 @@ class Slow(Block):
         return super().forward(Takes.apply(x, self.clock))
 
 
-@pytest.mark.parametrize(("kind", "room"), [(Blocks, None), (nn.Sequential, 5 * INPUTS + 2 * KEPT)])
-def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
+class WithHead(Blocks):
+    """Something that belongs to no block takes time, too."""
+
+    def forward(self, x):
+        return Takes.apply(super().forward(x), Slow.clock)
+
+
+@pytest.mark.parametrize(
+    ("kind", "room", "root"), [(WithHead, None, 4), (nn.Sequential, 5 * INPUTS + 2 * KEPT, 0)]
+)
+def test_a_step_takes_the_seconds_that_are_predicted(kind, room, root, monkeypatch):
     monkeypatch.setattr(streams, "time", clock := Clock())
     monkeypatch.setattr(Slow, "clock", clock, raising=False)
     model = kind(*[Slow() for _ in range(BLOCKS)])
@@ -276,6 +356,7 @@ def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
         predicted = sum(unit.seconds for unit in engine.units)
         assert (predicted == 0) == (number < 2)  # it is measured
     assert predicted == clock.now - begin > 4 * BLOCKS
+    assert [unit.seconds for unit in engine.units if not unit.name] == [root]
     assert f"{predicted:.4g} s" in str(engine.units)
     engine.close(restore=False)
 
@@ -303,6 +384,25 @@ def test_a_step_takes_the_seconds_that_are_predicted(kind, room, monkeypatch):
 def test_what_is_refused(make, config, error):
     with pytest.raises(ValueError, match=error):
         zeroshard.initialize(make(), adamw, config)
+
+
+@pytest.mark.parametrize("pipeline", [{"schedule": "pipedream"}, {"trace": True, "split": ["0"]}])
+def test_pipelines_that_step_late_or_are_traced_have_no_budget(pipeline):
+    config = {"recompute": "auto", "mesh": {"pp": 2}, "memory_budget": "1GB", "pipeline": pipeline}
+    with pytest.raises(
+        ValueError, match=r"needs (recompute to be 'none', 'lean' or 'unit'|pipeline\.trace to be)"
+    ):
+        zeroshard.Config.from_dict(config)
+
+
+def test_a_model_that_calls_a_block_twice_is_no_chain():
+    found = []
+    for config in ({}, {"recompute": "auto", "memory_budget": STATES // 3 + KEPT + INPUTS}):
+        blocks = build(nn.Sequential, 2)
+        engine = zeroshard.initialize(nn.Sequential(*blocks, *blocks), adamw, {"stage": 0, **config}).engine
+        found.append(train(engine, PLANNED + 1))
+        engine.close(restore=False)
+    assert found[0] == found[1]
 
 
 def test_a_module_without_an_engine_has_no_budget():

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-from zeroshard.forwards.keeping import StageCosts, Tree, plan_chain
+from zeroshard.forwards.keeping import Tree, UnitProfile, plan_chain
 
-LOSS = StageCosts(forward=0, backward=0, output=0, saved=0)
-UNIT = StageCosts(forward=1, backward=1, output=1, saved=1)
+LOSS = UnitProfile(forward=0, backward=0, output=0, saved=0)
+UNIT = UnitProfile(forward=1, backward=1, output=1, saved=1)
 
 
 class Task(NamedTuple):
@@ -75,7 +75,7 @@ def tasks_from(state: State, num_stages: int) -> Iterator[tuple[Task, State]]:
                 yield Task("forward", stage), (others | after, saved, gradient)
 
 
-def used(task: Task, before: State, after: State, stages: Sequence[StageCosts], given: int) -> int:
+def used(task: Task, before: State, after: State, stages: Sequence[UnitProfile], given: int) -> int:
     """Bytes on the device while a task runs."""
     sizes = [given, *(stage.output for stage in stages)]
 
@@ -90,7 +90,7 @@ def used(task: Task, before: State, after: State, stages: Sequence[StageCosts], 
     return rest(after) + dropped + sizes[gradient + 1]
 
 
-def seconds(task: Task, stages: Sequence[StageCosts]) -> float:
+def seconds(task: Task, stages: Sequence[UnitProfile]) -> float:
     stage = stages[task.stage]
     return stage.backward if task.kind == "backward" else stage.forward
 
@@ -99,7 +99,7 @@ def first_state(num_stages: int) -> State:
     return frozenset({(0, True)}), frozenset(), num_stages - 1
 
 
-def replay(tasks: Sequence[Task], stages: Sequence[StageCosts], given: int) -> tuple[float, int]:
+def replay(tasks: Sequence[Task], stages: Sequence[UnitProfile], given: int) -> tuple[float, int]:
     """Seconds and peak of a sequence; each task must find what it needs."""
     state, total, peak = first_state(len(stages)), 0.0, 0
     for task in tasks:
@@ -110,7 +110,7 @@ def replay(tasks: Sequence[Task], stages: Sequence[StageCosts], given: int) -> t
     return total, peak
 
 
-def search(stages: Sequence[StageCosts], given: int, budget: int) -> float | None:
+def search(stages: Sequence[UnitProfile], given: int, budget: int) -> float | None:
     """The least seconds of all sequences within a budget: Dijkstra 1959, over the states of a chain."""
     queue, done, number = [(0.0, 0, first_state(len(stages)))], set[State](), 0
     while queue:
@@ -149,7 +149,7 @@ def test_no_sequence_is_faster() -> None:
     rng, num_impossible = random.Random(19), 0
     for _ in range(40):
         stages = [
-            StageCosts(
+            UnitProfile(
                 forward=rng.randint(1, 4),
                 backward=rng.randint(1, 6),
                 output=(output := rng.randint(1, 3)),
@@ -174,7 +174,7 @@ def test_no_sequence_is_faster() -> None:
 def test_sizes_in_bytes_are_rounded_up_and_stay_within_the_budget() -> None:
     rng = random.Random(5)
     stages = [
-        StageCosts(
+        UnitProfile(
             forward=rng.random(), backward=2.0, output=rng.randint(60, 70) * 999_983, saved=1_100_000_007
         )
         for _ in range(24)

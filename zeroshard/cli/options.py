@@ -125,6 +125,7 @@ class EstimateOptions(NamedTuple):
         microbatches: micro-batches of a pipeline's batch
         recompute: recompute the activations of units; auto: of as few as --memory-budget allows
         memory_budget: bytes that a rank may use of its device, such as 60GB, for --recompute auto
+        cluster: as for `zeroshard plan`: then activations may go over its link to the host
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
         length: tokens of a sample (default: all)
         lora: train adapters of this rank in a model, not a number; needs peft
@@ -138,6 +139,7 @@ class EstimateOptions(NamedTuple):
         zeroshard estimate 7B --stage 3 --ranks 32 --optimizer-bits 8
         zeroshard estimate 7B --precision bf16 --tp 4 --tokens 8192
         zeroshard estimate 7B --precision bf16 --tokens 8192 --recompute auto --memory-budget 60GB
+        zeroshard estimate 7B --tokens 8192 --recompute auto --memory-budget 60GB --cluster 8xH100
         zeroshard estimate base-model --precision bf16
         zeroshard estimate base-model/config.json --config zeroshard.toml
         zeroshard estimate 13B --memory 80GB --host 1TiB --ranks 8 --precision bf16 --tokens 8192
@@ -155,6 +157,7 @@ class EstimateOptions(NamedTuple):
     microbatches: Number | None = None
     recompute: Literal["none", "unit", "auto"] | None = None
     memory_budget: Size | None = None
+    cluster: Annotated[str, _how(metavar="NAME")] | None = None
     tokens: Number = 0
     length: Number = 0
     lora: Number | None = None

@@ -116,6 +116,7 @@ def _has_room(found: Estimate, options: EstimateOptions) -> bool:
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
 _LINE = 79  # characters of a line of text
 _MOST_FITS = 8
+_LEGEND = "a micro-batch, F forward, f forward again, B backward, > < activations to the host and back"
 _NOTE = (
     "The peak is the time at which most parameters are gathered: a unit that computes, those that are "
     "prefetched, and the root."
@@ -140,8 +141,12 @@ def estimate(options: EstimateOptions) -> None:
     if options.length and options.tokens % options.length:
         raise ValueError(f"--length: expected a divisor of the {options.tokens} tokens, got {options.length}")
     length = options.length or options.tokens
-    counted = Counted(model, (options.tokens // max(1, length), length))
-    configs, bits = _configs(options), options.optimizer_bits or 32
+    configs, bits, link = _configs(options), options.optimizer_bits or 32, None
+    if options.memory_budget is not None:
+        from zeroshard.cli import pipelines  # others need no planner
+
+        link = pipelines.link_of(options.cluster, configs[0])
+    counted = Counted(model, (options.tokens // max(1, length), length), link=link)
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
         estimates = {
@@ -149,6 +154,9 @@ def estimate(options: EstimateOptions) -> None:
             for config in configs
         }
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
+        for name, found in estimates.items():
+            if found.time_line:
+                table += f"\n\n{name}: {_LEGEND}\n{pipelines.drawn(found)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
@@ -162,6 +170,7 @@ def _refuse_unused(options: EstimateOptions) -> None:
         ("nvme", fits and options.host, "--memory and --host"),
         ("length", options.tokens, "--tokens"),
         ("memory_budget", options.tokens and options.recompute == "auto", "--tokens and --recompute auto"),
+        ("cluster", options.memory_budget and not fits, "--memory-budget"),
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")

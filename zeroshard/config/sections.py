@@ -295,9 +295,8 @@ class Config(Checked):
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
-            (is_auto[0], "recompute", whole),
+            (is_auto[0], "recompute", untraced),
             (self.memory_budget is not None, "memory_budget", is_auto),
-            (is_auto[0], "recompute", not_compiled),
             (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),
@@ -357,6 +356,7 @@ class Config(Checked):
             # A second forward inside a backward would have the weights of the backward. Compiled code, and
             # hooks of saved tensors, keep what they make of the weights of the forward.
             (method not in KEPT_WEIGHTS, key, not_recomputed, held, not_compiled),
+            (True, key, (self.recompute != "auto", "recompute", "'none', 'lean' or 'unit'")),
             (method not in NEWEST_WEIGHTS, key, resharded),
             (method not in NEWEST_WEIGHTS or spikes, key, *near),
             (method in MOVED_WEIGHTS or spikes, key, wide),

@@ -1,25 +1,32 @@
 """What units keep for their backward, chosen in training so that a step stays within a budget of memory.
 
-    steps 1 and 2     all units recompute, but one of each kind keeps all, and is measured: seconds, bytes
-    before step 3     the plan of `keeping.py`, with what the peak of the device leaves to activations
-    before 4 and 5    the plan again, with the peak of the step before
+    steps 1 and 2     all units recompute, but one of each kind keeps all, whose bytes are measured
+    before step 3     the plan of `keeping.py`, with what the peak of the device leaves to activations and
+                      medians of seconds, without those of step 1, which loads and compiles
+    before 4 to 6     the plan again, with the peak of the step before, and more seconds
     a larger batch    begins anew
 
 A unit keeps all, recomputes, sends what it would keep to the host and back, or recomputes and sends its input
 there. A rank chooses for itself: the choice changes neither bits nor exchanges, since a unit is gathered for
 its backward in any case. Tensor ranks choose alike, as recomputed layers exchange again. A Sequential whose
 parameters are not gathered may recompute runs of units, and runs in runs, by Rotor's plan: nested checkpoints
-carry it out. The measured unit of a kind stands for all with the same class and parameters.
+carry it out. In a pipeline each micro-batch in flight gets its part of the bytes.
+
+Units of the same class with the same parameters are one kind. What a step takes besides its units is the
+root's. Compiled units keep or recompute: the backward of compiled code may write to memory of saved tensors,
+so it stays on the device.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +44,15 @@ from zeroshard.forwards.keeping import (
     RECOMPUTE,
     KeepingPlan,
     Link,
-    StageCosts,
     Tree,
-    UnitCosts,
+    UnitProfile,
     choose_keeping,
     plan_chain,
     simulate,
-    unit_costs,
 )
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
-from zeroshard.internals.autograd import is_in_backward
+from zeroshard.internals.autograd import at_end_of_backward, is_in_backward
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
@@ -57,73 +62,41 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
+_GAIN = 1e-3
+"""The share of the time that a plan of a chain must save: less is noise."""
 _LINK_BYTES = 1 << 26
 """Bytes that are copied each way to measure the link."""
 
 
-class _Saved(NamedTuple):
-    """Bytes of the forward of a unit, without memory that several units were given."""
+class _Kind:
+    """Units of one class with parameters of the same sizes, which take the same; all of them are timed.
 
-    total: int = 0
-    """Bytes that its backward needs, inputs included."""
-    inputs: int = 0
-    """The part of its inputs."""
-    moved: int = 0
-    """The part that may go to the host."""
-    output: int = 0
-    more: int = 0
-    """Bytes that its backward needs, and of its output, besides its inputs."""
+    Args:
+        device: the device.
+    """
 
+    def __init__(self, device: torch.device) -> None:
+        self.watches = {name: (Stopwatch(device), Stopwatch(device)) for name in (KEEP, RECOMPUTE)}
+        """Of the forwards and of the backwards of units that keep all, and of units that recompute."""
+        self._seconds = {watch: list[float]() for both in self.watches.values() for watch in both}
+        self.profile = UnitProfile(kept=None)
+        """The bytes of the forward that has kept most, without memory that several units were given."""
 
-@dataclass(slots=True)
-class _Measured:
-    """Units of one class with parameters of the same sizes; the last of them is measured."""
+    def read(self, *, drops: bool = False) -> None:
+        """Read the watches; with `drops`, drop the seconds so far."""
+        for watch, seconds in self._seconds.items():
+            seconds += watch.read()
+            if drops:
+                seconds.clear()
 
-    watches: tuple[Stopwatch, Stopwatch]
-    """Of its forwards and of its backwards."""
-    seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """The seconds of each."""
-    most: _Saved = field(default_factory=_Saved)
-    """The forward that has saved most."""
-    saved: dict[int, int] = field(default_factory=dict)
-    """The bytes of what the last forward has saved, by storage."""
-    given: set[int] = field(default_factory=set)
-    """The storages of its inputs."""
-    made: dict[int, int] = field(default_factory=dict)
-    """The bytes of its output, by storage."""
-
-    def add_up(self, shared: Collection[int]) -> None:
-        """Read what the last forward has saved, without storages that several units have been given."""
-        own = {key: num for key, num in self.saved.items() if key not in shared}
-        found = _Saved(
-            total=sum(own.values()),
-            inputs=sum(num for key, num in own.items() if key in self.given),
-            moved=sum(num for num in own.values() if num >= activations.LEAST_BYTES),
-            output=sum(self.made.values()),
-            more=sum(num for key, num in (own | self.made).items() if key not in self.given),
-        )
-        self.most = max(self.most, found)
-        self.saved, self.given, self.made = {}, set(), {}
-
-    def read(self) -> None:
-        """Read the watches."""
-        for own, watch in zip(self.seconds, self.watches, strict=True):
-            own += watch.read()
-
-    def reset(self) -> None:
-        """Drop what was measured."""
-        self.read()
-        self.seconds, self.most = ([], []), _Saved()
-
-    def costs(self, link: Link | None) -> tuple[UnitCosts, StageCosts]:
-        """Return the costs for a plan of all units, and for a plan of a chain."""
-        forward = min(self.seconds[0], default=0.0)
-        backward = min(self.seconds[1], default=2 * forward)  # its input needs no gradient
-        total, inputs, moved, output, more = self.most
-        unit = unit_costs(forward, backward, total, inputs, moved, link)
-        if not self.seconds[0]:  # it has not run: nothing is known of what it would keep
-            unit = replace(unit, options=unit.options[1:2])
-        return unit, StageCosts(forward=forward, backward=backward, output=output, saved=more)
+    def measured(self) -> UnitProfile:
+        """Return the bytes along with the medians of seconds."""
+        keep, again = ([self._seconds[watch] for watch in self.watches[name]] for name in (KEEP, RECOMPUTE))
+        forward = median(keep[0] or again[0] or [0.0])
+        backward = median(keep[1] or [2 * forward])  # its input needs no gradient
+        # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
+        more = sum(map(median, again)) - forward - backward if all(again) else forward
+        return replace(self.profile, forward=forward, backward=backward, again=max(more, forward / 2))
 
 
 class Budget:
@@ -134,18 +107,32 @@ class Budget:
         changes: the changes of their modules.
         context: the objects that their buffers share.
         num_bytes: the bytes of the device that a rank may use.
+        moves: False leaves activations on the device.
+        loop: the modules that the root calls one after the other, and nothing else; () if it does more.
+        in_flight: of a pipeline the micro-batches whose activations are there at a time, by the chunks of a
+            rank together; None without a pipeline.
 
     Raises:
         ValueError: there are no blocks, or a block has a unit inside.
     """
 
-    def __init__(self, units: Sequence[Unit], changes: Changes, context: Context, num_bytes: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        changes: Changes,
+        context: Context,
+        num_bytes: int,
+        *,
+        moves: bool,
+        loop: Sequence[nn.Module],
+        in_flight: float | None,
+    ) -> None:
         self._context, self._state, self._device = context, context.state, context.device
-        self.num_bytes = num_bytes
+        self.num_bytes, self._in_flight = num_bytes, in_flight or 1.0
         self._link: Link | None = None
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
-        if streams.has_streams(self._device):
+        if moves and streams.has_streams(self._device):
             self._moving = SavedActivations(HostCopies(context.memory, context.streams), warns=False)
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
@@ -155,7 +142,7 @@ class Budget:
         nested = any(
             part in by_module for module in modules for part in module.modules() if part is not module
         )
-        if not modules or nested:
+        if nested or not (modules or in_flight):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
@@ -164,19 +151,18 @@ class Budget:
             (type(module), tuple((p.shape, p.requires_grad) for p in module.parameters()))
             for module in modules
         ]
-        self._measured = set({key: number for number, key in enumerate(alike)}.values())
-        """The units that are measured, the last ones: inputs of the first ones may need no gradient."""
-        self._distinct = {key: _Measured((Stopwatch(self._device), Stopwatch(self._device))) for key in alike}
-        self._kinds = [self._distinct[key] for key in alike]
+        self._probed = set({key: number for number, key in enumerate(alike)}.values())
+        """The units that keep all at first, the last ones: inputs of the first ones may need no gradient."""
+        distinct = {key: _Kind(self._device) for key in alike}
+        self._kinds = [distinct[key] for key in alike]
         """Of each unit."""
         for number, module in enumerate(modules):
             own = [units[0], by_module[module]]
             changes.around(module, RECOMPUTE, functools.partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
-        """What lies around each unit, as `engine.units` shows it; the choice comes last."""
-        root = units[0].module
-        owns_loop = type(root).forward is nn.Sequential.forward and list(root.children()) == modules
-        self._is_chain = owns_loop and all(unit.is_resident for unit in units)
+        """What lies around each unit, as `engine.units` shows it; the choice that holds now comes last."""
+        self._root = root = units[0].module
+        self._is_chain = bool(modules) and list(loop) == modules and all(unit.is_resident for unit in units)
         """True if the units are the stages of a chain, which may be computed again in runs, and runs in runs:
         a Sequential whose parameters are not gathered, as a run would gather all of its units together."""
         self._modules = modules
@@ -189,25 +175,41 @@ class Budget:
         self._largest = [-1] * len(modules)
         """The most bytes of the tensors that each unit was given."""
         self._seen = -1
-        self._uses = Counter[int]()
-        """How many units of a forward have been given each storage."""
+        self._given = set[int]()
+        """The storages that units of this forward were given."""
+        self._watch = Stopwatch(self._device)
+        """Of forwards and backwards, from the begin of the one to the end of the other."""
+        self._begun: Any = None
+        """The begin of a forward whose backward has not begun."""
+        self._totals: list[tuple[list[str], float]] = []
+        """The choices of steps, and the seconds of forward and backward."""
         self.seconds: dict[nn.Module, float] = {}
-        """The predicted seconds of forward and backward of each unit; empty while units are measured."""
+        """The predicted seconds of forward and backward of each unit, and of the root by itself; empty while
+        units are measured."""
         changes.hook(root.register_forward_pre_hook(self._begin))
         self._restart()
+
+    @property
+    def names(self) -> list[str]:
+        """The choices of the units that hold now."""
+        return [stack[-1] for stack in self._shown]
+
+    def _name(self, names: Iterable[str]) -> None:
+        for stack, name in zip(self._shown, names, strict=True):
+            stack[-1] = name
 
     def _restart(self) -> None:
         """Measure from here on: at the begin, and when a unit is given more than ever."""
         self._steps = 0
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
-        self.tree = None
+        self.tree, self._totals = None, []
         self.seconds.clear()
-        self._uses.clear()
+        self._given.clear()
         self.take_peak()
-        self._name(KEEP if number in self._measured else RECOMPUTE for number in range(len(self._kinds)))
-        for kind in self._distinct.values():
-            kind.reset()
+        self._name(KEEP if number in self._probed else RECOMPUTE for number in range(len(self._kinds)))
+        for kind in self._kinds:
+            kind.profile = UnitProfile(kept=None)
 
     def _chosen(
         self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
@@ -223,20 +225,20 @@ class Budget:
                 return forward(*args, **kwargs)  # a run of a chain is computed again as it was computed
             given = _bytes_of((args, kwargs))
             self._enter(number, given)
-            name = self.names[number]
+            name, kind = self._shown[number][-1], self._kinds[number]
             if self._moving is not None and name in (KEEP, RECOMPUTE):
                 self._moving.begin_segment()  # the copies of the unit before begin
-            if self.plan is None:
-                self._uses.update(given.keys())
-            if self.plan is not None or name == RECOMPUTE:
+            if self._steps == PLANNED or name not in kind.watches:
                 return ways[name](*args, **kwargs)
-            kind = self._kinds[number]
-            kind.saved |= given
-            kind.given |= given.keys()
-            with self._noting(kind.saved, flats), kind.watches[0]:
-                output = forward(*args, **kwargs)
-            kind.made = _bytes_of(output)
-            _time_backward(kind.watches[1], (args, kwargs), output)
+            saved, shared = dict(given), self._given & given.keys()
+            self._given |= given.keys()
+            is_probed = self.plan is None and name == KEEP
+            with self._noting(saved, flats) if is_probed else nullcontext(), kind.watches[name][0]:
+                output = ways[name](*args, **kwargs)
+            self._time_backward(kind.watches[name][1], (args, kwargs), output)
+            if is_probed:
+                found = _profile(saved, given, output, shared)
+                kind.profile = max(kind.profile, found, key=lambda one: one.kept or 0)
             return output
 
         return chosen
@@ -279,64 +281,89 @@ class Budget:
 
         return saved_tensors_hooks(pack, lambda saved: saved())
 
+    def _time_backward(self, watch: Stopwatch, given: Any, output: Any) -> None:
+        """Time the backward of a forward, from the gradient of its output to the gradient of its input."""
+        made, inputs = (
+            [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.requires_grad]
+            for values in (output, given)
+        )
+        begins: list[Any] = []
+
+        def begin(_: Tensor) -> None:
+            begins.append(watch.point())
+            if self._begun is not None:
+                at_end_of_backward(functools.partial(self._watch.add, self._begun))
+                self._begun = None
+
+        if made:
+            made[0].register_hook(begin)
+        if made and inputs:
+            inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
+
     def _begin(self, *_: object) -> None:
         """Begin a forward."""
         if not torch.is_grad_enabled() or is_in_backward():
             return
         has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
-        if self.plan is None:
-            shared = {key for key, num in self._uses.items() if num > 1}
-            for kind in self._distinct.values():
-                kind.add_up(shared)
-        self._uses.clear()
-        if has_stepped and self._steps < PLANNED:
+        self._given.clear()
+        if self._steps == PLANNED:
+            return
+        if has_stepped:
             self._steps += 1
-            for kind in self._distinct.values():
-                kind.read()
+            names, totals = self.names, self._watch.read()
+            is_first = self._steps == 1  # it compiles, loads kernels and maps memory
+            self._totals += [] if is_first or self.tree is not None else [(names, one) for one in totals]
+            for kind in {*self._kinds}:
+                kind.read(drops=is_first)
             if self._steps >= PROBED:
                 self._plan()
+        if self._in_flight == 1:  # else other forwards come before the backward
+            self._begun = self._watch.point()
 
     def _plan(self) -> None:
         is_first = self._steps == PROBED
         if self._moving is not None and is_first:
             self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
-        is_chain = self._is_chain and all(kind.seconds[0] for kind in self._kinds)
-        measured = [kind.costs(self._link) for kind in self._kinds]
-        found = measured, self._link or NO_LINK, self.take_peak(), self._largest[0], is_chain
+        measured = [kind.measured() for kind in self._kinds]
+        found = measured, self._link, self.take_peak(), self._largest[:1]
         everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
-        measured, link, others, largest, is_chain = everyone[0]
-        costs, stages = zip(*measured, strict=True)
-        if self._device.type != "cpu":
-            taken = [
+        measured, link, others, largest = everyone[0]
+        costs, link = [one.costs(link) for one in measured], link or NO_LINK
+
+        def taken(names: Sequence[str]) -> KeepingPlan:
+            options = [
                 next((option for option in unit.options if option.name == name), unit.options[0])
-                for unit, name in zip(costs, self.names, strict=True)
+                for unit, name in zip(costs, names, strict=True)
             ]
-            expected = simulate(costs, taken, self.num_bytes, link).peak
-            others -= expected if self.tree is None else self._room
-        self._room = room = self.num_bytes - others
+            return simulate(costs, options, self.num_bytes, link)
+
+        if self._device.type != "cpu":
+            others -= round(self._in_flight * (taken(self.names).peak if self.tree is None else self._room))
+        self._room = room = int((self.num_bytes - others) / self._in_flight)
         self.plan, self.tree = choose_keeping(costs, room, link), None
         self._name(option.name for option in self.plan.options)
         times: Iterable[float] = self.plan.times
-        chain = plan_chain(stages, largest, room) if is_chain else None
-        if chain is not None and (chain.seconds < self.plan.seconds or self.plan.peak > room):
+        is_chain = self._is_chain and all(one.kept is not None for one in measured)
+        stages = [replace(one, forward=one.again) for one in measured]
+        chain = plan_chain(stages, largest[0], room) if is_chain else None
+        firsts = sum(one.forward - one.again for one in measured)
+        limit = self.plan.seconds * (1 - _GAIN) if self.plan.peak <= room else math.inf
+        if chain is not None and chain.seconds + firsts < limit:
             # Rotor's plan, where a choice for each unit is slower or does not fit.
             self.tree, depths = chain.tree, dict(_depths(chain.tree))
-            self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(stages)))
-            times = [(1 + depths[n]) * one.forward + one.backward for n, one in enumerate(stages)]
+            self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
+            times = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
         elif self.plan.peak > room and is_first:
-            budget, rest, own = map(format_bytes, (self.num_bytes, others, self.plan.peak))
+            own_bytes = self._in_flight * self.plan.peak
+            budget, rest, own = map(format_bytes, (self.num_bytes, others, own_bytes))
             warn_user(
                 f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
                 f"activations {own} even where units recompute. Take fewer samples, or "
                 "offload.optimizer='cpu'"
             )
+        rests = [total - taken(names).seconds for names, total in self._totals]
         self.seconds = dict(zip(self._modules, times, strict=True))
-
-    def _name(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-        """The choices of the units that hold now."""
-        for stack, name in zip(self._shown, self.names, strict=True):
-            stack[-1] = name
+        self.seconds[self._root] = max(0.0, median(rests or [0.0]))
 
 
 def _depths(tree: Tree, depth: int = 0) -> Iterator[tuple[int, int]]:
@@ -348,16 +375,20 @@ def _depths(tree: Tree, depth: int = 0) -> Iterator[tuple[int, int]]:
             yield from _depths(part, depth + 1)
 
 
-def _time_backward(watch: Stopwatch, given: Any, output: Any) -> None:
-    """Time the backward of a forward, from the gradient of its output to the gradient of its input."""
-    made, inputs = (
-        [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.requires_grad]
-        for values in (output, given)
+def _profile(
+    saved: Mapping[int, int], given: Mapping[int, int], output: Any, shared: Collection[int]
+) -> UnitProfile:
+    """The bytes of a forward: of storages that it has saved, its inputs among them, but for shared ones."""
+    own, made = {key: num for key, num in saved.items() if key not in shared}, _bytes_of(output)
+    kept, num_made = sum(own.values()), sum(made.values())
+    return UnitProfile(
+        output=num_made,
+        saved=sum(num for key, num in (own | made).items() if key not in given),
+        kept=kept,
+        working=kept + num_made,  # the gradient of the output is there when its backward begins
+        inputs=sum(num for key, num in own.items() if key in given),
+        moved=sum(num for num in own.values() if num >= activations.LEAST_BYTES),
     )
-    if made and inputs:
-        begins: list[Any] = []
-        made[0].register_hook(lambda _: begins.append(watch.point()))
-        inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
 
 
 def measure_link(device: torch.device, far: Tensor) -> Link:

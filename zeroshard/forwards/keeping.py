@@ -47,7 +47,7 @@ keep what they have saved until its backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -120,45 +120,59 @@ NO_LINK = Link(to_host=1.0, from_host=1.0)
 """The link where nothing moves."""
 
 
-def unit_costs(
-    forward: float,
-    backward: float,
-    saved: int,
-    inputs: int,
-    moved: int = 0,
-    link: Link | None = None,
-    working: int = 0,
-) -> UnitCosts:
-    """Return the costs of a unit that keeps, recomputes, or sends to the host.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitProfile:
+    """What a unit takes, measured or counted where it keeps all: of a stage of a chain the first four.
 
-    Args:
-        forward: seconds of its forward.
-        backward: seconds of its backward.
-        saved: bytes that its backward needs, inputs included.
-        inputs: bytes of its inputs among them.
-        moved: the bytes of `saved` that may go to the host.
-        link: the link to the host, if activations may go there. Compute waits for the copies of a unit beside
-            the next one, so what a forward or backward leaves of their time is lost.
-        working: the most bytes while it runs, if these are more than it saves.
+    The loss is the last stage of a chain; its output may count as 0 bytes.
     """
-    working = max(working, saved)
-    options = [
-        Option(name=KEEP, held=saved, working=working),
-        Option(name=RECOMPUTE, held=inputs, working=working, backward=forward),
-    ]
-    if link is not None:
-        for name, num, again in ((OFFLOAD, moved, 0.0), (OFFLOAD_INPUT, inputs, forward)):
-            options.append(
-                Option(
-                    name=name,
-                    held=0 if again else saved - num,
-                    moved=num,
-                    working=working,
-                    forward=max(0.0, num / link.to_host - forward),
-                    backward=again + max(0.0, num / link.from_host - backward),
+
+    forward: float = 0.0
+    """Seconds of its forward."""
+    backward: float = 0.0
+    """Seconds of its backward."""
+    output: int = 0
+    """Bytes of its output; its gradient has as many."""
+    saved: int = 0
+    """Bytes that its backward needs besides its inputs; the output counts."""
+    kept: int | None = 0
+    """Bytes that its backward needs, inputs included; None: not known, so that it recomputes."""
+    inputs: int = 0
+    """Bytes of its inputs among them."""
+    moved: int = 0
+    """The bytes of `kept` that may go to the host."""
+    working: int = 0
+    """The most bytes while it runs, if these are more than `kept`."""
+    again: float = 0.0
+    """Seconds that a recomputation adds."""
+
+    def costs(self, link: Link | None) -> UnitCosts:
+        """Return the costs of a unit that keeps, recomputes, or sends to the host.
+
+        Args:
+            link: the link to the host, if activations may go there. Compute waits for the copies of a unit
+                beside the next one, so what a forward or backward leaves of their time is lost.
+        """
+        kept = self.kept or 0
+        working = max(self.working, kept)
+        options = [
+            Option(name=KEEP, held=kept, working=working),
+            Option(name=RECOMPUTE, held=self.inputs, working=working, backward=self.again),
+        ]
+        if link is not None:
+            for name, num, more in ((OFFLOAD, self.moved, 0.0), (OFFLOAD_INPUT, self.inputs, self.again)):
+                options.append(
+                    Option(
+                        name=name,
+                        held=kept - num if name == OFFLOAD else 0,
+                        moved=num,
+                        working=working,
+                        forward=max(0.0, num / link.to_host - self.forward),
+                        backward=more + max(0.0, num / link.from_host - self.backward),
+                    )
                 )
-            )
-    return UnitCosts(forward=forward, backward=backward, options=tuple(options))
+        offered = options[1:2] if self.kept is None else options
+        return UnitCosts(forward=self.forward, backward=self.backward, options=tuple(offered))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +226,35 @@ def simulate(units: Sequence[UnitCosts], options: Sequence[Option], budget: int,
         before=tuple(before),
         beside=tuple(beside),
     )
+
+
+Interval = tuple[str, str, float, float]
+"""A row, a label, and the begin and the end of something that the row does."""
+
+
+def time_line(units: Sequence[UnitCosts], plan: KeepingPlan, link: Link) -> Iterator[Interval]:
+    """Yield all that compute and the link do in a step: F forward, F1 forward again, B backward, > < copies.
+
+    Args:
+        units: the costs of all units, in the order of the forward.
+        plan: their plan.
+        link: the link to the host.
+    """
+    forward, backward = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
+    for unit, option, before, beside in zip(units, plan.options, plan.before, plan.beside, strict=True):
+        again = "F1" if option.name in (RECOMPUTE, OFFLOAD_INPUT) else ""
+        leave, back = before / link.to_host, before / link.from_host
+        forward += [("", leave, leave), ("F", unit.forward + option.forward, beside / link.to_host)]
+        backward += [("", back, back), ("B", unit.backward, beside / link.from_host)]
+        backward.append((again, option.backward, 0.0))
+    now = 0.0
+    for arrow, parts in ((">", forward), ("<", backward[::-1])):
+        for label, seconds, copies in parts:
+            if label and seconds:
+                yield "compute", label, now, now + seconds
+            if copies:
+                yield "link", arrow, now, now + copies
+            now += seconds
 
 
 def choose_keeping(
@@ -280,20 +323,6 @@ def _select(states: Any, slot: float, link: Link) -> Any:
 # ------------------------------------------------------------------------------------------------- chains
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """The costs of a stage of a chain. The loss is the last stage; its output may count as 0 bytes."""
-
-    forward: float
-    """Seconds of the forward."""
-    backward: float
-    """Seconds of the backward."""
-    output: int
-    """Bytes of the output; its gradient has as many."""
-    saved: int
-    """Bytes that the backward needs besides the input of the stage; the output counts."""
-
-
 Tree = list[Any]
 """Stages that save all, by number, and, as trees of their own, runs of stages that are computed again.
 
@@ -309,7 +338,7 @@ class ChainPlan(NamedTuple):
 
 
 def plan_chain(
-    stages: Sequence[StageCosts], input_bytes: int, budget: int, num_slots: int = SLOTS
+    stages: Sequence[UnitProfile], input_bytes: int, budget: int, num_slots: int = SLOTS
 ) -> ChainPlan | None:
     """Return the fastest sequence whose bytes stay within a budget; None if no sequence does.
 

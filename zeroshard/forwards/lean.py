@@ -13,49 +13,24 @@ et al. 2025, "Arctic Long Sequence Training", section 3.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from zeroshard.config.sections import Config
 from zeroshard.forwards.tiled import TILE_BYTES
 from zeroshard.forwards.wrapped import checkpointed
 from zeroshard.sharding.context import Changes
 
-_GATED = "self.down_proj(self.act_fn(self.gate_proj({0})) * self.up_proj({0}))"
-"""The forward of a gated MLP in transformers; its models have it under many names of classes."""
 _WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
 """Classes of transformers that compute the tanh form of GELU by single operations."""
 _WIDE = 6
 """Wide tensors of a tile in its backward: the four that are saved, and two gradients."""
-
-
-class _Product(torch.autograd.Function):
-    """act(gate) * up; the backward computes act(gate) again."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.act = act
-        ctx.save_for_backward(gate, up)
-        return act(gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        with torch.enable_grad():
-            again = gate.detach().requires_grad_()
-            activated = ctx.act(again)
-        (of_gate,) = torch.autograd.grad(activated, again, gradient * up)
-        return of_gate, gradient * activated.detach(), None
 
 
 def lean_forwards(model: nn.Module, changes: Changes) -> None:
@@ -83,17 +58,14 @@ def tile_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
     tiles = config.mlp.tiles
     if tiles == "none":
         return
-    found: list[Any] = []
-    for module in model.modules():
-        is_patched = "forward" in vars(module) and module not in changes.stacks
-        if not is_patched and _is_gated(type(module).forward):
-            found.append(module)
+    own: Iterator[Any] = (m for m in model.modules() if "forward" not in vars(m) or m in changes.stacks)
+    found = [module for module in own if _is_gated(type(module).forward)]
     for mlp in found:
         changes.around(mlp, "tiles", functools.partial(_tiled, mlp, tiles))
     if not found and config.mesh.pp == 1:
         raise ValueError(
-            "config key 'mlp.tiles': expected gated MLPs of transformers, which compute "
-            f"{_GATED.format('x')}, got none in {type(model).__name__}: set it to 'none'"
+            "config key 'mlp.tiles': expected gated MLPs of transformers, which compute down_proj(act_fn("
+            f"gate_proj(x)) * up_proj(x)), got none in {type(model).__name__}: set it to 'none'"
         )
 
 
@@ -115,8 +87,15 @@ def _tiled(mlp: Any, tiles: int | str, forward: Callable[[Tensor], Tensor]) -> C
 
 
 def _gated(mlp: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def product(gate: Tensor, up: Tensor) -> Tensor:
+        activated: Tensor = mlp.act_fn(gate)
+        return activated * up
+
     def lean(x: Tensor) -> Tensor:
-        output: Tensor = mlp.down_proj(_Product.apply(mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn))
+        both = mlp.gate_proj(x), mlp.up_proj(x)
+        output: Tensor = mlp.down_proj(
+            checkpoint(product, *both, use_reentrant=False, preserve_rng_state=False)
+        )
         return output
 
     return lean
@@ -131,20 +110,20 @@ def _is_a_function(act: Any) -> bool:
     return is_known and is_pure and not has_parts and not is_watched
 
 
-@functools.cache
+def _forward(self: Any, x: Any) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _named_forward(self: Any, x: Any) -> Any:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj  # noqa: RET504 - transformers writes it so
+
+
+_GATED = tuple((one.__code__.co_code, one.__code__.co_names) for one in (_forward, _named_forward))
+"""The forwards of a gated MLP in transformers; its models have them under many names of classes."""
+
+
 def _is_gated(forward: Callable[..., Any]) -> bool:
-    """True if a forward is that of a gated MLP, and nothing else."""
-    if "down_proj" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
-        return False
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except OSError:  # made without a file
-        return False
-    match function:
-        case ast.FunctionDef(
-            args=ast.arguments(args=[_, ast.arg(arg=given)]),
-            body=[ast.Return(value=ast.expr() as value)]
-            | [ast.Assign(targets=[ast.Name()], value=value), ast.Return(value=ast.Name())],
-        ):
-            return ast.unparse(value) == _GATED.format(given)
-    return False
+    """True if a forward is that of a gated MLP, and nothing else: the same operations of Python."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and (code.co_code, code.co_names) in _GATED

@@ -135,15 +135,14 @@ class _TiledLoss(torch.autograd.Function):
             losses, row = loss.losses(logits, targets[tile], counts[tile])
             total += losses.sum()
             if any(needs):
-                of_logits = loss.gradient(logits, row)
+                logits = loss.gradient(logits, row)  # those of the tile are not needed any more
                 if of_bias is not None:
-                    of_bias += of_logits.sum(0)
-                of_logits = of_logits.to(hidden.dtype)
+                    of_bias += logits.sum(0)
+                logits = logits.to(hidden.dtype)
                 if of_hidden is not None:
-                    torch.mm(of_logits, weight, out=of_hidden[tile])
+                    torch.mm(logits, weight, out=of_hidden[tile])
                 if of_weight is not None:
-                    of_weight += of_logits.t() @ hidden[tile]
-                del of_logits
+                    of_weight += logits.t() @ hidden[tile]
             del logits  # before those of the next tile
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(of_hidden, of_weight, of_bias)

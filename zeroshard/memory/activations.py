@@ -62,7 +62,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
-from zeroshard.forwards.keeping import KEEP, NO_LINK, Option, UnitCosts, choose_keeping, unit_costs
+from zeroshard.forwards.keeping import NO_LINK, Interval, Link, UnitProfile, choose_keeping, time_line
 from zeroshard.forwards.lean import lean_forwards, tile_mlps
 from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
@@ -138,12 +138,13 @@ class Sizes:
             return self.depth * self.bytes_of_input(num_tokens, config) + max(block, head)
         return self.depth * block + head
 
-    def units(self, num_tokens: int, config: Config) -> list[UnitCosts]:
+    def units(self, num_tokens: int, config: Config) -> list[UnitProfile]:
         """The blocks, and the head; without the operations of attention scores."""
-        saved, inputs = self.bytes_of_block(num_tokens, config), self.bytes_of_input(num_tokens, config)
-        costs = [2 * block * num_tokens for block in self.blocks]
-        head = _root(2 * self.embedding * num_tokens, self.bytes_of_head(num_tokens, config))
-        return [*(unit_costs(one, 2 * one, saved, inputs) for one in costs), head]
+        kept, inputs = self.bytes_of_block(num_tokens, config), self.bytes_of_input(num_tokens, config)
+        num_bytes = {"kept": kept, "inputs": inputs, "moved": kept}
+        units = [_counted(2 * block * num_tokens, **num_bytes) for block in self.blocks]
+        head = self.bytes_of_head(num_tokens, config)
+        return [*units, _counted(2 * self.embedding * num_tokens, working=head)]
 
     def bytes_sent(self, num_tokens: int, config: Config) -> int:
         """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
@@ -207,22 +208,26 @@ class DryRun(NamedTuple):
     """The most bytes at the end of a module's forward, in a recomputation too, or before the backward."""
     sent: int = 0
     """Bytes that the rank sends to the other tensor ranks, in forward and backward."""
-    units: Sequence[UnitCosts] = ()
+    units: Sequence[UnitProfile] = ()
     """The units whose forward may run again, and the root, with operations in the place of seconds."""
     others: int = 0
     """Bytes that are there besides."""
+    link: Link | None = None
+    """The link to the host, in bytes per operation, if activations may go there."""
 
-    def within(self, budget: float | None) -> tuple[int, float]:
-        """Return the most bytes of a plan for a budget, and the share of time that it adds.
+    def within(self, budget: float | None) -> tuple[int, float, tuple[Interval, ...]]:
+        """Return the most bytes of a plan for a budget, the share of time that it adds, and its time line.
 
         Args:
             budget: bytes for activations; None: all units recompute.
         """
         keep = sum(unit.forward + unit.backward for unit in self.units)
         if budget is None:
-            return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1)
-        plan = choose_keeping(self.units, int(budget) - self.others, NO_LINK)
-        return plan.peak + self.others, plan.seconds / max(keep, 1) - 1
+            return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1), ()
+        units, link = [unit.costs(self.link) for unit in self.units], self.link or NO_LINK
+        plan = choose_keeping(units, int(budget) - self.others, link)
+        longer = plan.seconds / max(keep, 1) - 1
+        return plan.peak + self.others, longer, tuple(time_line(units, plan, link))
 
 
 def has_plan(config: Config) -> bool:
@@ -230,10 +235,9 @@ def has_plan(config: Config) -> bool:
     return config.recompute == "auto" and (config.memory_budget or 0) > 1
 
 
-def _root(operations: float, num_bytes: int) -> UnitCosts:
-    """The root unit after all others, which keeps what it needs."""
-    kept = Option(name=KEEP, working=num_bytes)
-    return UnitCosts(forward=operations, backward=2 * operations, options=(kept,))
+def _counted(operations: float, **num_bytes: int) -> UnitProfile:
+    """The profile of a unit with so many operations in its forward."""
+    return UnitProfile(forward=operations, backward=2 * operations, again=operations, **num_bytes)
 
 
 def dry_run(
@@ -256,7 +260,7 @@ def dry_run(
         work, attention = Work([*runs.parameters(), *runs.buffers()]), FusedAttention()
         assumed = Assumed()  # type: ignore[no-untyped-call]
         peak = after = inside = 0
-        begins, units = list[tuple[int, int]](), list[UnitCosts]()
+        begins, units = list[tuple[int, int]](), list[UnitProfile]()
 
         def now() -> tuple[int, int]:
             return work.now, work.flops + attention.products
@@ -265,8 +269,8 @@ def dry_run(
             nonlocal after
             (after, done), (before, begun) = now(), begins.pop()
             made = sum(one.nbytes for one in pytree.tree_leaves(output) if isinstance(one, Tensor))
-            saved, done = max(after - before, made), done - begun
-            units.append(unit_costs(done, 2 * done, saved, made, working=inside - before))
+            kept, working = max(after - before, made), inside - before
+            units.append(_counted(done - begun, kept=kept, inputs=made, moved=kept, working=working))
 
         def sample(*_: Any) -> None:
             nonlocal peak, inside
@@ -294,8 +298,8 @@ def dry_run(
                 f"raise {type(error).__name__}: {error}. num_tokens= is for causal language models of "
                 "transformers; loss_of= computes the loss of any other model"
             ) from error
-    others = after - sum(unit.options[0].held for unit in units)
-    units.append(_root(done - sum(unit.forward for unit in units), most - after))
+    others = after - sum(unit.kept or 0 for unit in units)
+    units.append(_counted(done - sum(unit.forward for unit in units), working=most - after))
     return DryRun(peak, over.sent, units, others)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
+from zeroshard.forwards.keeping import Interval, Link
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import (
     RECOMPUTED,
@@ -53,6 +54,8 @@ class Estimate(ModelStates):
     operations of units: a third, less the root's part, with recompute="unit"."""
     wire_bytes_per_step: int
     """Bytes that each rank sends per optimizer step, all micro-batches together."""
+    time_line: tuple[Interval, ...] = ()
+    """With a plan for a memory budget: (row, label, begin, end) of forwards and backwards, in operations."""
 
     @property
     def peak(self) -> int:
@@ -137,6 +140,8 @@ class Counted:
 
     Args:
         model_or_num_params, num_tokens, loss_of, tp_plan: see `estimate`.
+        link: rates of the link to the host and back, in bytes per operation, if a plan for a budget may send
+            activations there.
 
     Raises:
         ValueError: see `estimate`.
@@ -148,7 +153,9 @@ class Counted:
         num_tokens: int | tuple[int, int] = 0,
         loss_of: LossOf | None = None,
         tp_plan: Plan | None = None,
+        link: tuple[float, float] | None = None,
     ) -> None:
+        self._link = None if link is None else Link(to_host=link[0], from_host=link[1])
         shape = num_tokens if isinstance(num_tokens, tuple) else (1, num_tokens)
         if any(type(num) is not int or num < 0 for num in shape):
             raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
@@ -187,7 +194,7 @@ class Counted:
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        usage, states = self.usage(config, setting), States(bits=optimizer_bits)
+        usage, states = self.usage(config, setting)._replace(link=self._link), States(bits=optimizer_bits)
         found = (
             estimate_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting)
         )
@@ -266,8 +273,8 @@ def estimate_of_rank(
     if not usage.units or config.recompute not in RECOMPUTED:
         return found
     room = (config.memory_budget or 0) - (found.peak - found.activations)
-    peak, longer = usage.within(room if has_plan(config) else None)
-    return replace(found, activations=peak, extra_time=longer)
+    peak, longer, line = usage.within(room if has_plan(config) else None)
+    return replace(found, activations=peak, extra_time=longer, time_line=line)
 
 
 def _checked_number(given: object) -> int:

@@ -14,6 +14,7 @@ from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.schedules import schedule_of, with_schedule
+from zeroshard.parallel.pipeline.simulate import count_activations
 from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
 from zeroshard.plan.originals import Original
@@ -70,6 +71,13 @@ class ModelPart:
         if self.config.reshard_after_forward is False and all(a.is_compute for _, a in schedule):
             return with_sharding(schedule)
         return schedule
+
+    @property
+    def in_flight(self) -> float:
+        """The most micro-batches whose activations this rank holds at a time; a chunk counts as its part."""
+        schedule = schedule_of(self.config, self.config.pipeline.num_microbatches)
+        rank = schedule.placement[self.chunks[0]]
+        return count_activations(schedule).per_rank[rank] / len(self.chunks)
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""
