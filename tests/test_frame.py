@@ -251,7 +251,7 @@ LOOKED_INTO = {
     "cli/checkpoints": {"checkpoint", "hf"},
     "cli/doctor": {"comm", "memory", "planning"},
     "cli/pipelines": {"hf", "memory", "parallel", "planning"},
-    "cli/planning": {"hf", "memory", "sharded"},
+    "cli/planning": {"hf", "memory", "planning", "sharded"},
     "integrations/transformers": {"forwards"},
     "logs/steplog": {"comm", "memory"},
     "profiling/profiler": {"comm", "sharding"},

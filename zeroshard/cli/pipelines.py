@@ -7,20 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
-from zeroshard.config.sections import Config
 from zeroshard.hf.pretrained import build_skeleton, build_typical
 from zeroshard.memory.activations import loss_of_tokens
-from zeroshard.memory.estimate import Estimate
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.predict import BITS, Choice, Interval, Prediction, Predictor
+from zeroshard.planning.predict import BITS, Predictor
 from zeroshard.planning.profile import Subject
 from zeroshard.planning.search import draw, explain, search, table
 from zeroshard.tables import LINE, render
@@ -83,23 +79,6 @@ def _plan_model(options: PlanOptions) -> None:
     options.out.write_text(config + "\n", encoding="utf-8")
     optimizer = "zeroshard.optim.AdamW8bit" if best.choice.bits == 8 else "torch.optim.AdamW"
     print(f"\nWrote {options.out}, a config for zeroshard.initialize with {optimizer}.")
-
-
-def link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
-    """Return the rates of the link to the host and back, in bytes per operation; None without one."""
-    if cluster is None:
-        return None
-    machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
-    rate = machine.flops.get(str(dtype).removeprefix("torch."))
-    if not (rate and machine.to_host and machine.from_host):
-        return None
-    return machine.to_host / rate, machine.from_host / rate
-
-
-def drawn(found: Estimate) -> str:
-    """Return the time line of a plan for a memory budget, as `zeroshard plan` draws a step."""
-    spans = tuple(Interval(*one) for one in found.time_line)
-    return draw(Prediction(Choice(), max(one.end for one in spans), {}, spans, found))
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:

@@ -29,6 +29,9 @@ from zeroshard.config.sections import Config, Mesh
 from zeroshard.memory.activations import RECOMPUTED, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
+from zeroshard.planning.machine import read_cluster
+from zeroshard.planning.predict import Choice, Interval, Prediction
+from zeroshard.planning.search import draw
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
@@ -141,11 +144,8 @@ def estimate(options: EstimateOptions) -> None:
     if options.length and options.tokens % options.length:
         raise ValueError(f"--length: expected a divisor of the {options.tokens} tokens, got {options.length}")
     length = options.length or options.tokens
-    configs, bits, link = _configs(options), options.optimizer_bits or 32, None
-    if options.memory_budget is not None:
-        from zeroshard.cli import pipelines  # others need no planner
-
-        link = pipelines.link_of(options.cluster, configs[0])
+    configs, bits = _configs(options), options.optimizer_bits or 32
+    link = _link_of(options.cluster, configs[0])
     counted = Counted(model, (options.tokens // max(1, length), length), link=link)
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
@@ -156,10 +156,27 @@ def estimate(options: EstimateOptions) -> None:
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
-                table += f"\n\n{name}: {_LEGEND}\n{pipelines.drawn(found)}"
+                table += f"\n\n{name}: {_LEGEND}\n{_drawn(found)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
+
+
+def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
+    """Return the rates of the link to the host and back, in bytes per operation; None without one."""
+    if cluster is None:
+        return None
+    machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
+    rate = machine.flops.get(str(dtype).removeprefix("torch."))
+    if not (rate and machine.to_host and machine.from_host):
+        return None
+    return machine.to_host / rate, machine.from_host / rate
+
+
+def _drawn(found: Estimate) -> str:
+    """Return the time line of a plan for a memory budget, as `zeroshard plan` draws a step."""
+    spans = tuple(Interval(*one) for one in found.time_line)
+    return draw(Prediction(Choice(), max(one.end for one in spans), {}, spans, found))
 
 
 def _refuse_unused(options: EstimateOptions) -> None:

@@ -68,7 +68,7 @@ _LINK_BYTES = 1 << 26
 """Bytes that are copied each way to measure the link."""
 
 
-class _Kind:
+class _Alike:
     """Units of one class with parameters of the same sizes, which take the same; all of them are timed.
 
     Args:
@@ -153,7 +153,7 @@ class Budget:
         ]
         self._probed = set({key: number for number, key in enumerate(alike)}.values())
         """The units that keep all at first, the last ones: inputs of the first ones may need no gradient."""
-        distinct = {key: _Kind(self._device) for key in alike}
+        distinct = {key: _Alike(self._device) for key in alike}
         self._kinds = [distinct[key] for key in alike]
         """Of each unit."""
         for number, module in enumerate(modules):
