@@ -25,6 +25,7 @@ def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
     tokens = torch.randint(128, (8, 16))
     losses = [engine.train_batch({"input_ids": tokens}, tokens).item() for _ in range(3)]
     assert losses[2] < losses[0]
+    assert all(state["exp_avg"].dtype == torch.float32 for state in engine.optimizer.state.values())
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,9 @@ from tests.commands import failure, shown
 from tests.planning import models
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
-from zeroshard.planning.predict import Choice, Predictor
+from zeroshard.planning.predict import RECOMPUTES, TIERS, Choice, Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
-from zeroshard.planning.search import BITS, RECOMPUTES, TIERS, bound, draw, explain, places, search, table
+from zeroshard.planning.search import draw, explain, places, search, table
 
 LENGTH = 64
 GPU = Machine(
@@ -39,13 +38,14 @@ GPU = Machine(
 FOUR = Cluster(name="four", machine=GPU, num_ranks=4, ranks_per_node=4, network=5e9, latency=1e-5)
 
 
-def llama() -> nn.Module:
+def llama(vocabulary: int = 8192) -> nn.Module:
     with torch.device("meta"):
-        return models.llama()
+        return models.llama(vocabulary=vocabulary)
 
 
-def predictor(cluster: Cluster = FOUR, samples: int = 16, **given: Any) -> Predictor:
-    return Predictor(Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)), given), cluster, samples)
+def predictor(cluster: Cluster = FOUR, samples: int = 16, vocabulary: int = 8192) -> Predictor:
+    subject = Subject(llama(vocabulary), lambda num: loss_of_tokens((num, LENGTH)))
+    return Predictor(subject, cluster, samples)
 
 
 def profiles(seconds: Sequence[float], given: float = 4096) -> UnitProfiles:
@@ -72,7 +72,7 @@ def linears() -> nn.Module:
 def of_linears(cluster: Cluster, seconds: float) -> Predictor:
     """Three units; a forward of each takes so long, and its backward twice that."""
     own = profiles([seconds] * 3)
-    machine = replace(GPU, bandwidth=float("inf"))  # nothing but compute and exchanges takes time
+    machine = replace(cluster.machine, bandwidth=float("inf"))  # nothing but compute and exchanges takes time
     cluster = replace(cluster, machine=machine, latency=0.0)
     return Predictor(Subject(linears(), lambda _: _no_loss), cluster, 4, {1: {1: own, 2: own}})
 
@@ -121,9 +121,7 @@ def test_recomputation_adds_a_forward() -> None:
 
 
 def test_ranks_that_share_their_cores_with_exchanges_wait_for_each_of_them() -> None:
-    own = of_linears(replace(FOUR, network=BYTES), 1.0)
-    own.cluster = replace(own.cluster, machine=replace(own.cluster.machine, device="cpu"))
-    own.on_cpu = True
+    own = of_linears(replace(FOUR, network=BYTES, machine=replace(GPU, device="cpu")), 1.0)
     assert own(Choice(stage=3)).seconds == pytest.approx(9 + 8)
 
 
@@ -209,13 +207,16 @@ def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
 # ----------------------------------------------------------------------------------------------- search
 
 
+BITS = (32, 8)
+
+
 def everything(own: Predictor) -> list[Choice]:
     """All configurations, made without the search."""
     return [
         replace(place, tiers=tiers, recompute=recompute, bits=bits)
         for place in places(own)
-        for tiers in TIERS[:3]
         for recompute in RECOMPUTES
+        for tiers in TIERS[:3]
         for bits in BITS
         if (tiers[1] == "none" or place.stage == 3) and (place.pp == 1 or recompute != "auto")
     ]
@@ -231,25 +232,50 @@ def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) 
 
 
 @pytest.mark.parametrize("room", [pytest.param(1 << 30, marks=pytest.mark.long), 150 << 20])
-def test_the_search_finds_what_all_predictions_find(four: Predictor, room: int) -> None:
-    four.cluster = replace(FOUR, machine=replace(GPU, device_bytes=room))
-    fastest = float("inf")
-    for choice in everything(four):
-        try:
-            if four.fits(four.bytes(choice)):
-                fastest = min(fastest, four(choice).seconds)
-        except ValueError:  # no such schedule
-            continue
-    for place in places(four):
+@pytest.mark.parametrize("vocabulary", [8192, pytest.param(512, marks=pytest.mark.long)])
+def test_the_search_finds_what_all_predictions_find(vocabulary: int, room: int) -> None:
+    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=room)), vocabulary=vocabulary)
+    offers = tuple(itertools.product(TIERS[:3], BITS))
+    bounds = {place: own.bounds(place, offers) for place in places(own)}
+    exact: dict[Choice, float] = {}
+    for choice in everything(own):
         with contextlib.suppress(ValueError):  # no such schedule
-            assert bound(four, place) <= four(place).seconds * (1 + 1e-9)
-    found = search(four)
-    assert found.best[0].seconds == pytest.approx(fastest)
-    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
-    assert all(four.fits(one.estimate) for one in found.best)
-    for one in found.best:
-        zeroshard.Config.from_dict(four.config(one.choice))
-    four.cluster = FOUR
+            found = own(choice)
+            place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
+            at = RECOMPUTES.index(choice.recompute), offers.index((choice.tiers, choice.bits))
+            least, num_bytes = (one[at] for one in bounds[place])
+            assert num_bytes <= found.estimate.peak
+            if own.fits(found.estimate.peak, found.estimate.host):
+                assert least <= found.seconds
+                exact[place] = min(found.seconds, exact.get(place, found.seconds))
+    result = search(own, bits=BITS)
+    assert result.num == len(everything(own)) > 4 * result.num_predicted
+    assert [one.seconds for one in result.best] == pytest.approx(sorted(exact.values())[:5])
+    for one in result.best:
+        assert own.fits(one.estimate.peak, one.estimate.host)
+        zeroshard.Config.from_dict(own.config(one.choice))
+
+
+def test_states_keep_their_bits_unless_others_are_asked_for(four: Predictor) -> None:
+    assert {one.choice.bits for one in search(four).best} == {32}
+    assert {one.choice.bits for one in search(four, bits=(8, 32)).best} == {8}  # fewer bytes to step
+    own = four.on(replace(FOUR, machine=replace(GPU, bandwidth=1e8)))  # the step takes long
+    assert any(line.startswith("With an optimizer with 8-bit") for line in explain(own, search(own)))
+
+
+def test_parts_of_the_root_are_computed_where_a_pipeline_has_them() -> None:
+    """A small embedding is no unit; its seconds and bytes are those of the first rank."""
+    own, choice = predictor(vocabulary=512), Choice(stage=0, pp=2)
+    names = own.profile(1, 1).names
+    first, last = ([names[row] for row in rows] for rows in own.rows_of_ranks(choice))
+    assert first == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    assert last == ["model.layers.2", "model.layers.3", "model.norm", "lm_head", ""]
+    assert own.profile(1, 1).backward[names.index("lm_head")] > 0
+    expected = zeroshard.estimate(llama(512), 4, own.config(choice))
+    found = max(own.states(choice), key=lambda one: one.peak)
+    assert found.parameters == expected.parameters
+    whole = 4 * sum(p.numel() for p in own.subject.model.parameters())
+    assert sum(one.parameters for one in own.states(choice)) == pytest.approx(whole, rel=1e-3)  # padding
 
 
 def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
@@ -261,14 +287,14 @@ def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
     assert {len(line) for line in draw(found.best[0], 50).splitlines()} == {8 + 2 + 50 + 1}
 
 
-def test_a_faster_network_is_named_where_it_would_change_the_step() -> None:
-    own = predictor(replace(FOUR, network=1e8))
+def test_a_faster_network_is_named_where_it_would_change_the_step(four: Predictor) -> None:
+    own = four.on(replace(FOUR, network=1e8))
     [line] = [line for line in explain(own, search(own)) if line.startswith("With twice the network")]
     assert "% less" in line
 
 
-def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=1 << 20, host_bytes=1 << 20)))
+def test_what_cannot_be_planned_is_refused_with_a_remedy(four: Predictor, tmp_path: Path) -> None:
+    own = four.on(replace(FOUR, machine=replace(GPU, device_bytes=1 << 20, host_bytes=1 << 20)))
     with pytest.raises(
         ValueError, match=r"no configuration fits into .* take more ranks, or shorter samples"
     ):
@@ -300,6 +326,9 @@ def test_the_command_prints_the_best_and_writes_a_config_that_runs(
     assert "2 ranks of 2xCPU, predicted, not measured" in printed
     assert "Bound by compute" in printed
     zeroshard.Config.from_file(out)
+    assert "8-bit states" not in printed.partition("Bound by")[0]
+    twice = ("--optimizer-bits", 8, "--optimizer-bits", 32)
+    assert "8-bit states" in shown(capsys, "plan", model, *arguments, *twice).partition("Bound by")[0]
     code, said = failure(capsys, "plan", model, "--cluster", "2xCPU", "--tokens", 100, "--length", 64)
     assert (code, said) == (2, "zeroshard: --tokens: expected a multiple of --length 64, got 100\n")
     code, said = failure(capsys, "plan", model, "--tokens", 100)
