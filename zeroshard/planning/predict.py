@@ -244,12 +244,13 @@ class Predictor:
         self.usage, self._held = functools.cache(self._usage), functools.cache(self._held_in_pipeline)
         self._units, self._states = functools.cache(self._planned), functools.cache(self._estimated)
         self._plans, self.within = functools.cache(self._costs), functools.cache(self._within)
-        self._least = functools.cache(self._least_held)
+        self._least, self._offered = functools.cache(self._least_held), functools.cache(self._of_offers)
 
     def on(self, cluster: Cluster) -> Predictor:
         """Return what predicts for a cluster of as many ranks with other rates or memory."""
         other = copy.copy(self)
-        other.cluster, other._plans = cluster, functools.cache(other._costs)
+        other.cluster = cluster
+        other._plans, other._offered = functools.cache(other._costs), functools.cache(other._of_offers)
         return other
 
     # -- what configurations share --------------------------------------------------------------------
@@ -560,7 +561,7 @@ class Predictor:
 
     # -- bounds -----------------------------------------------------------------------------------------
 
-    def bounds(self, place: Choice, offers: Sequence[tuple[tuple[str, str], int]]) -> tuple[Any, Any]:
+    def bounds(self, place: Choice, offers: tuple[tuple[tuple[str, str], int], ...]) -> tuple[Any, Any]:
         """Return seconds and bytes that the variants of a place take at least; see [Note: Bounds].
 
         Args:
@@ -573,10 +574,9 @@ class Predictor:
         """
         num, pp = self.num_microbatches(place), place.pp
         shared, within = _of_units(place), self.within(pp, place.chunks, place.schedule == "zbv", place.tp)
-        existing = [one for one in offers if place.stage == 3 or one[0] in TIERS[:2]]
-        plans = [self._plans(replace(shared, tiers=tiers, bits=bits), num > 1) for tiers, bits in existing]
-        own, runs = Costs(*np.swapaxes(np.array(plans) @ within.T, 0, 1)), self.cut(pp * place.chunks)[0]
-        held = 0.99 * (own.held + (np.array(plans)[:, -1, None] * within).max(-1))  # states have no padding
+        plans, runs = self._offered(shared, num > 1, offers), self.cut(pp * place.chunks)[0]
+        own = Costs(*np.swapaxes(plans @ within.T, 0, 1))
+        held = 0.99 * (own.held + (plans[:, -1, None] * within).max(-1))  # states have no padding
         forward, backward = self.compute(place)
         others = [(forward[run].sum(), backward[run].sum()) for run in runs[: pp - 1]]
         ahead, left = np.cumsum([(0, 0), *others], 0).T
@@ -601,6 +601,14 @@ class Predictor:
             fits = self.fits(most, 0.99 * own.far.min(-1))
             seconds[at, : len(plans)] = np.where(fits, (1 - 1e-9) * total.max(-1), np.inf)
         return seconds, peaks
+
+    def _of_offers(
+        self, choice: Choice, accumulates: bool, offers: Sequence[tuple[tuple[str, str], int]]
+    ) -> Any:
+        """Return the costs of the plans of all offers that exist, [offers, fields of Costs, rows]."""
+        existing = [one for one in offers if choice.stage == 3 or one[0] in TIERS[:2]]
+        plans = (replace(choice, tiers=tiers, bits=bits) for tiers, bits in existing)
+        return np.array([self._plans(one, accumulates) for one in plans])
 
     def _within(self, pp: int, chunks: int, is_v: bool, tp: int) -> Any:
         """Return 1 for the rows of each pipeline rank, [pipeline ranks, rows]."""
