@@ -138,6 +138,18 @@ def test_a_budget_costs_time(capsys):
     assert float(re.search(r"longer by +([\d.]+)%", over_link)[1]) < 100 * less.extra_time - 1
 
 
+def test_a_budget_that_is_no_size_or_too_small_is_refused(capsys):
+    given = ("7B", "--precision", "bf16", "--tokens", 8192, "--recompute", "auto", "--memory-budget")
+    code, said = failure(capsys, "estimate", *given, "0.5")
+    assert (code, "expected bytes such as 60GB, got '0.5'" in said) == (2, True)
+    code, said = failure(capsys, "estimate", *given, "1GB", "--stage", 3)
+    config = {"precision": "bf16", "recompute": "unit"}
+    least = format_bytes(zeroshard.estimate(7e9, 8, config, num_tokens=8192).peak)
+    assert code == 2
+    assert f"expected at least {least}, which is taken where all units recompute, got 953.7 MiB" in said
+    assert "a budget of" in shown(capsys, *given, "1GB", "--memory", "80GB")
+
+
 def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
     monkeypatch.setitem(sys.modules, "peft", None)

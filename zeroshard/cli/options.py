@@ -27,6 +27,15 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
+def budget(text: str) -> int:
+    """Return the bytes of a budget such as 60GB. Raises ArgumentTypeError, for a share as well."""
+    if (found := size(text)) > 1:
+        return found
+    raise ArgumentTypeError(
+        f"expected bytes such as 60GB, got {text!r}: an estimate knows no device that this is a share of"
+    )
+
+
 def parse_model(text: str) -> int | Path:
     """Return the number that 7B, 125M, 7e9 or 135_000_000 means, or the path of a file.
 
@@ -156,7 +165,7 @@ class EstimateOptions(NamedTuple):
     pp: Number | None = None
     microbatches: Number | None = None
     recompute: Literal["none", "unit", "auto"] | None = None
-    memory_budget: Size | None = None
+    memory_budget: Annotated[int, _how(metavar="SIZE", type=budget)] | None = None
     cluster: Annotated[str, _how(metavar="NAME")] | None = None
     tokens: Number = 0
     length: Number = 0
@@ -208,7 +217,8 @@ class PlanOptions(NamedTuple):
         length: tokens of a sample (default: 2048)
         ranks: all ranks (default: as the cluster has them)
         precision: of forward and backward (default: bf16, on CPUs fp32)
-        optimizer_bits: bits of each of Adam's two states (default: 32, or 8 if that fits or is faster)
+        optimizer_bits: bits of each of Adam's two states (default: 32); twice, with 8 and 32, to choose from
+            both. Fewer bits change the numbers of a training
         out: file for the config (default: plan.json)
         schedule: gpipe, 1f1b, interleaved, zb-h1, zbv or varuna; asynchronous: pipedream, 2bw, pipemare, pb,
             spectrain, lwp or paci; or a file with a list for each rank; several times to compare them
@@ -237,7 +247,7 @@ class PlanOptions(NamedTuple):
     length: Number = 2048
     ranks: Number | None = None
     precision: Literal["bf16", "fp32"] | None = None
-    optimizer_bits: Literal[8, 32] | None = None
+    optimizer_bits: Annotated[Sequence[int], _how(action="append", type=int, choices=(8, 32))] | None = None
     out: Annotated[Path, _how(metavar="FILE")] = Path("plan.json")
     schedule: Annotated[Sequence[str], _how(action="append", metavar="NAME", type=str)] | None = None
     stages: Annotated[int, _how(flags=("--stages", "--pp"), metavar="P")] | None = None

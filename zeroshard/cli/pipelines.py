@@ -16,7 +16,7 @@ from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_l
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.predict import BITS, Predictor
+from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Subject
 from zeroshard.planning.search import draw, explain, search, table
 from zeroshard.tables import LINE, render
@@ -70,7 +70,7 @@ def _plan_model(options: PlanOptions) -> None:
     model = build_typical(given) if isinstance(given, int) else build_skeleton(given)
     subject = Subject(model, lambda num: loss_of_tokens((num, options.length)), {"precision": precision})
     predictor = Predictor(subject, cluster, samples)
-    bits = BITS if options.optimizer_bits is None else (options.optimizer_bits,)
+    bits = tuple(options.optimizer_bits or (32,))
     found = search(predictor, bits=bits)
     best = found.best[0]
     config = json.dumps(predictor.config(best.choice), indent=2)

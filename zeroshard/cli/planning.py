@@ -14,6 +14,7 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -26,7 +27,7 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.memory.activations import RECOMPUTED, typical_sizes
+from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
@@ -113,7 +114,8 @@ def _has_room(found: Estimate, options: EstimateOptions) -> bool:
     """True if a rank, and its node, have the memory of an estimate."""
     per_node = min(options.ranks, _RANKS_PER_NODE)
     far = per_node * found.host <= options.host and per_node * found.nvme <= options.nvme
-    return far and found.peak <= SHARE * (options.memory or 0)
+    room = min(SHARE * (options.memory or 0), options.memory_budget or math.inf)
+    return far and found.peak <= room
 
 
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
@@ -153,6 +155,7 @@ def estimate(options: EstimateOptions) -> None:
             f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
             for config in configs
         }
+        _refuse_budget(configs[0], min(found.peak for found in estimates.values()))
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
@@ -193,6 +196,17 @@ def _refuse_unused(options: EstimateOptions) -> None:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
 
 
+def _refuse_budget(config: Config, least: int) -> None:
+    """Refuse a budget of memory that is less than the least peak of all stages, whose units all recompute."""
+    budget = config.memory_budget or 0
+    if has_plan(config) and least > budget:
+        raise ValueError(
+            f"memory_budget: expected at least {format_bytes(least)}, which is taken where all units "
+            f"recompute, got {format_bytes(budget)}: take a larger budget, fewer --tokens, more --ranks or "
+            "--optimizer-bits 8; --memory lists what fits, also with offload"
+        )
+
+
 def _model(options: EstimateOptions) -> nn.Module | int:
     given = options.model
     if isinstance(given, int):
@@ -228,6 +242,8 @@ def _given(**values: Any) -> dict[str, Any]:
 def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
     limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
+    if options.memory_budget:
+        limit += f" and a budget of {format_bytes(options.memory_budget)}"
     tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
     fits = {(one.estimate, *one.cost): one for one in reversed(tried) if _has_room(one.estimate, options)}

@@ -60,7 +60,8 @@ def pipedream(
         raise ValueError(f"expected layers and at least 1 rank, got {len(seconds)} and {num_ranks}")
 
     def alone(first: int, end: int, num: int) -> float:
-        return stage_seconds(sum(seconds[first:end]), sum(weights[first:end]), num, bandwidth)
+        synchronized = 4 * (num - 1) * sum(weights[first:end]) / (bandwidth * num)
+        return (sum(seconds[first:end]) + synchronized) / num
 
     @cache
     def best(end: int, num: int) -> StagePlan:
@@ -75,11 +76,6 @@ def pipedream(
         return min(plans, key=lambda plan: plan.seconds)
 
     return min((best(len(seconds), num) for num in range(1, num_ranks + 1)), key=lambda plan: plan.seconds)
-
-
-def stage_seconds(seconds: float, weights: float, num: int, bandwidth: float) -> float:
-    """Return the time of a stage of PipeDream on `num` ranks, which exchange the gradients of its weights."""
-    return (seconds + 4 * (num - 1) * weights / (bandwidth * num)) / num
 
 
 def flexflow(

@@ -200,21 +200,14 @@ _H100 = _gpu("H100", 80, 7e14, 3e12, 5e10)
 _4090 = _gpu("RTX 4090", 24, 1.5e14, 9e11, 2.5e10)
 _CPU = replace(_gpu("cpu", 8, 9.6e11, 1.2e10, 0.0), num_devices=1, to_host=None, from_host=None)
 _NODE: dict[str, Any] = {"ranks_per_node": 8, "latency": 2e-5, "efficiency": 0.8}
+_CORES: dict[str, Any] = {"ranks_per_node": 2, "latency": 6e-4, "sums": 1.5e9}
 CLUSTERS: Mapping[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
         Cluster(name="8xH100", machine=_H100, num_ranks=8, network=3.5e11, **_NODE),
         Cluster(name="64xH100", machine=_H100, num_ranks=64, network=3.5e11, between=4.5e10, **_NODE),
         Cluster(name="8x4090", machine=_4090, num_ranks=8, network=1.2e10, **_NODE),
-        Cluster(
-            name="2xCPU",
-            machine=_CPU,
-            num_ranks=2,
-            ranks_per_node=2,
-            network=1.5e9,
-            latency=6e-4,
-            sums=1.5e9,
-        ),
+        Cluster(name="2xCPU", machine=_CPU, num_ranks=2, network=1.5e9, **_CORES),
     )
 }
 """Clusters by name: data sheets of their makers, less what large copies and products leave of them. Products

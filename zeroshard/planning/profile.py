@@ -4,6 +4,9 @@ A run without memory counts: operations of products and of attention, bytes that
 write, bytes that stay for the backward, and exchanges with tensor ranks. Seconds follow from the rates of a
 machine: operations by its products, bytes by its memory. On the device at hand the same copy of the model
 runs with memory, and its units are timed; alike units count as one, by the median.
+
+Modules of the root that a pipeline gives to one of its ranks, such as a small embedding, have a row of their
+own after the units.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import FusedAttention, LossOf, Work, prepared
 from zeroshard.memory.estimate import setting_of
+from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
@@ -50,8 +54,30 @@ class Subject(NamedTuple):
         return config, setting_of(config, tp, host_computes=on_cpu)
 
 
+def names_in_order(model: nn.Module) -> Sequence[str]:
+    """Return the names of the modules along which a pipeline cuts a model; none if it cannot."""
+    try:
+        return outline_of(model).names
+    except (ValueError, NotImplementedError):  # of transformers, for a model without an embedding
+        return ()
+
+
+def parts_of_root(model: nn.Module, specs: Sequence[UnitSpec]) -> dict[str, nn.Module]:
+    """Return the modules of the root that a pipeline gives to one of its ranks, by name.
+
+    Args:
+        model: the model.
+        specs: its units, the root first.
+    """
+    units = {spec.module for spec in specs[1:]}
+    own = {name: model.get_submodule(name) for name in names_in_order(model)}
+    return {name: module for name, module in own.items() if units.isdisjoint(module.modules())}
+
+
 class UnitProfiles(NamedTuple):
-    """The units of a model in one micro-batch, on one tensor rank, the root first; arrays [units].
+    """The units of a model in one micro-batch, on one tensor rank; arrays [rows].
+
+    The root is the first row, and `parts_of_root` are the last ones; the root has what is in no other row.
 
     - forward, backward: seconds, without exchanges.
     - saved, given: bytes that the backward needs, and of the inputs.
@@ -85,21 +111,23 @@ def profile_of(profiles: Profiles, samples: int) -> UnitProfiles:
 
 
 class _Trace:
-    """Gives each change of some counters to the unit in whose forward or backward it happens.
+    """Gives each change of some counters to the row in whose forward or backward it happens.
 
-    What is in no unit, such as the loss, is the root's.
+    What is in no other row, such as the loss, is the root's.
 
     Args:
-        specs: the units, the root first.
+        model: the model.
+        specs: its units, the root first.
         read: the counters now.
     """
 
-    def __init__(self, specs: Sequence[UnitSpec], read: Callable[[], Any]) -> None:
-        self._read, self._names = read, [spec.name for spec in specs]
+    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec], read: Callable[[], Any]) -> None:
+        self.modules = {spec.name: spec.module for spec in specs} | parts_of_root(model, specs)
+        self._read, self._names = read, list(self.modules)
         self.given = dict.fromkeys(self._names, 0)
-        for spec in specs[1:]:
-            spec.module.register_forward_pre_hook(partial(self._enter, spec.name), with_kwargs=True)
-            spec.module.register_forward_hook(self._leave)
+        for name, module in list(self.modules.items())[1:]:
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            module.register_forward_hook(self._leave)
 
     def run(self, loss_of: Callable[[], Tensor]) -> None:
         """Run a forward and a backward; `both` then has what has happened in each, by unit."""
@@ -153,7 +181,7 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
             own = work.flops, attention.products, work.traffic, work.now, over.sent, over.calls
             return np.array(own, dtype=float)
 
-        trace = _Trace(specs, read)
+        trace = _Trace(runs, specs, read)
         assumed = Assumed()  # type: ignore[no-untyped-call]
         try:
             with torch.device("meta"), torch.enable_grad(), attention, assumed, work:
@@ -163,7 +191,7 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
                 f"{type(subject.model).__name__} cannot be planned: its forward and backward run without "
                 f"memory, and raise {type(error).__name__}: {error}"
             ) from error
-    rate, names = machine.flops[dtype] * cluster.efficiency, [spec.name for spec in specs]
+    rate, names = machine.flops[dtype] * cluster.efficiency, list(trace.modules)
     first, second = (np.array([own[name] for name in names]).T for own in trace.both)
     flops, products, traffic, saved, sent, calls = first
     return UnitProfiles(
@@ -194,21 +222,21 @@ def time_units(subject: Subject, tp: int, device: torch.device) -> Callable[[int
         values = dict(subject.model.named_buffers(remove_duplicate=False))
         for name, buffer in runs.named_buffers():
             buffer.zero_() if values[name].is_meta else buffer.copy_(values[name])
-    alike = [(type(spec.module), *(p.shape for p in spec.module.parameters())) for spec in specs]
-    groups = [[at for at, other in enumerate(alike) if other == one] for one in alike]
 
     def read() -> Any:
         if streams.has_streams(device):
             torch.accelerator.synchronize(device)
         return np.array([time.perf_counter()])
 
-    trace = _Trace(specs, read)
+    trace = _Trace(runs, specs, read)
+    alike = [(type(one), *(p.shape for p in one.parameters())) for one in trace.modules.values()]
+    groups = [[at for at, other in enumerate(alike) if other == one] for one in alike]
 
     def run(samples: int) -> Any:
         with device, torch.enable_grad():
             trace.run(lambda: subject.loss_of(samples)(runs))
         runs.zero_grad()
-        seconds = np.array([[own[spec.name][0] for own in trace.both] for spec in specs])
+        seconds = np.array([[own[name][0] for own in trace.both] for name in trace.modules])
         return np.array([np.median(seconds[group], 0) for group in groups])
 
     return run

@@ -1,17 +1,14 @@
 """The search: all configurations of a model on a cluster, those that fit, the fastest first, and the reasons.
 
 A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
-tiers, recomputation and bits. Each place has a bound: the time of its busiest resource where all is kept,
-without most waits. It is no more than the time that is predicted for any variant. Places are predicted in the
-order of bounds, until no bound is below the last of the best. So the best of all are found, and few are
-predicted one by one.
+tiers, recomputation and bits. Each variant has a bound in seconds and in bytes, see [Note: Bounds]. Variants
+that fit are predicted in the order of their bounds, until no bound is below the last of the best.
 
 For `config="auto"` the ranks that are there are the cluster, measured together with the model.
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,25 +26,22 @@ from zeroshard.config.sections import Config
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import LossOf
-from zeroshard.memory.estimate import Estimate
 from zeroshard.parallel.pipeline.profile import SampleSource, same_random_numbers, sample_of
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, Probes, measure_machine
 from zeroshard.planning.predict import (
-    BITS,
     COMPUTE,
     LINK,
     NETWORK,
+    RECOMPUTES,
     TIERS,
     Choice,
     Prediction,
     Predictor,
-    placement,
 )
 from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
 from zeroshard.tables import format_bytes, render
 
-RECOMPUTES = ("none", "auto", "unit")
 SAMPLES = (1, 2, 4, 8, 16, 32)
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4))
 """Schedules of pipelines with their chunks, in the order in which equally fast ones are taken."""
@@ -63,6 +57,8 @@ class SearchResult(NamedTuple):
     """The fastest first."""
     num: int
     """Configurations of all places, whether they fit or not."""
+    num_predicted: int
+    """Those that were predicted one by one."""
 
 
 def places(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
@@ -86,24 +82,10 @@ def places(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterato
                     yield place
 
 
-def bound(predictor: Predictor, place: Choice) -> float:
-    """Return a time that no variant of a place goes below."""
-    own, (runs, _) = predictor.times(place), predictor.cut(place.pp * place.chunks)
-    within, num = np.zeros((place.pp, len(own.forward))), predictor.num_microbatches(place)
-    for rank, run in zip(placement(place), runs, strict=True):
-        within[rank, run] = 1
-    forward, backward, gather, regather, reduce, *_ = (within @ column for column in own)
-    is_sharded = bool(predictor.plan(place).setting.placements.parameter)
-    network = (num if is_sharded else 1) * gather + num * regather + reduce
-    compute = num * (forward + backward)
-    compute[1:] += np.cumsum(forward / place.chunks)[:-1]  # the first micro-batch comes through other ranks
-    return float((compute + network if predictor.on_cpu else np.maximum(compute, network)).max())
-
-
 def search(
     predictor: Predictor,
     *,
-    bits: Sequence[int] = BITS,
+    bits: Sequence[int] = (32,),
     num_best: int = 5,
     most: tuple[int, int] = (8, 64),
 ) -> SearchResult:
@@ -111,7 +93,7 @@ def search(
 
     Args:
         predictor: the model, the cluster and the samples of a step.
-        bits: the bits of optimizer states to choose from.
+        bits: the bits of optimizer states to choose from. They change the numbers of a training.
         num_best: the number of configurations to return.
         most: tensor ranks and pipeline ranks, at most.
 
@@ -120,56 +102,54 @@ def search(
     """
     machine = predictor.cluster.machine
     tiers = TIERS if machine.disk_read else TIERS[:3] if machine.to_host else TIERS[:1]
-    variants = list(product(tiers, RECOMPUTES, bits))
-    ordered = sorted(
-        (bound(predictor, one), number, one) for number, one in enumerate(places(predictor, *most))
-    )
-    best: list[Prediction] = []
-    least: list[int] = []
-    for seconds, _, place in ordered:
-        if len(best) == num_best and seconds >= best[-1].seconds:
+    offers = tuple(product(tiers, bits))
+    keys = ("recompute", "tiers", "bits")
+    given = product(RECOMPUTES, offers)
+    variants: list[dict[str, Any]] = [dict(zip(keys, (how, *offer), strict=True)) for how, offer in given]
+    near = list(places(predictor, *most))
+    bounds = [predictor.bounds(place, offers) for place in near]
+    seconds, peaks = np.array(bounds or np.zeros((0, 2, 1))).swapaxes(0, 1)
+    best, floors, num_predicted = dict[Choice, Prediction](), dict[Choice, float](), 0
+    for at in np.argsort(seconds, axis=None, kind="stable").tolist():
+        number, variant = divmod(at, len(variants))
+        least, place = seconds.flat[at], near[number]
+        choice = replace(place, **variants[variant])
+        limit = sorted([one.seconds for one in best.values()] + [np.inf] * num_best)[num_best - 1]
+        if not least < limit:
             break
-        found: list[Prediction] = []
-        near: set[int] = set()
-        for tier, recompute, bit in variants:
-            choice = replace(place, tiers=tier, recompute=recompute, bits=bit)
-            one = None if bit in near else _fitting(predictor, choice)
-            if isinstance(one, Prediction):
-                found.append(one)
-                near |= {bit} if (tier, recompute) == variants[0][:2] else set()  # others only add work
-            elif one is not None:
-                least.append(one.peak)
-        fastest = sorted(found, key=lambda one: one.seconds)[:1]
-        best = sorted([*best, *fastest], key=lambda one: one.seconds)[:num_best]
+        limit = min(limit, best[place].seconds) if place in best else limit
+        nearest = replace(place, bits=choice.bits)  # others only add work
+        if max(least, floors.get(nearest, 0.0)) >= limit:
+            continue
+        num_predicted += 1
+        with suppress(ValueError):  # a schedule or a config that does not exist with these numbers
+            found = predictor.step(choice)
+            floors[choice] = found.seconds
+            if found.seconds < limit:
+                Config.parse(predictor.config(choice))
+                own = predictor.bytes(choice)
+                if predictor.fits(own.peak, own.host):
+                    best[place] = found._replace(estimate=own)
     if not best:
         needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
-        if least:
-            needs = f"the least found is {format_bytes(min(least))}: take more ranks, or shorter samples"
+        if near:
+            needs = f"the least is {format_bytes(np.nanmin(peaks))}: take more ranks, or shorter samples"
         raise ValueError(
             f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
-            f"configuration fits into {format_bytes(predictor.room)} of a device; {needs}"
+            f"configuration fits into {format_bytes(predictor.room)} of a device, with states of "
+            f"{' or '.join(map(str, bits))} bits; {needs}"
         )
-    return SearchResult(tuple(best), len(ordered) * len(variants))
-
-
-def _fitting(predictor: Predictor, choice: Choice) -> Prediction | Estimate | None:
-    """Return the prediction if the configuration exists and fits; its bytes if it does not; else None."""
-    try:
-        Config.parse(predictor.config(choice))
-        found = max(predictor.states(choice), key=lambda one: one.peak)
-        if predictor.fits(found):
-            found = predictor.bytes(choice)
-        return predictor(choice) if predictor.fits(found) else found
-    except ValueError:  # a schedule or a config that does not exist with these numbers
-        return None
+    ordered = sorted(best.values(), key=lambda one: one.seconds)[:num_best]
+    return SearchResult(tuple(ordered), int(np.count_nonzero(~np.isnan(seconds))), num_predicted)
 
 
 # ------------------------------------------------------------------------------------------ explanations
 
 _MORE = {
-    "twice the memory": ("machine", "device_bytes"),
+    "twice the memory": ("device_bytes",),
     "twice the network": ("network", "between"),
-    "twice the link to the host": ("machine", "to_host", "from_host"),
+    "twice the link to the host": ("to_host", "from_host"),
+    "an optimizer with 8-bit states": (),
 }
 
 
@@ -186,19 +166,19 @@ def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[s
         why = f"{more[row]:.2g} s more of {row}" if more[row] > 0 else "more waits"
         lines.append(f"The next best takes {other.seconds / first.seconds - 1:.1%} longer: {why}.")
     for what, names in _MORE.items():
-        changed = copy.copy(predictor)
-        changed.cluster = _doubled(predictor.cluster, names)
-        then = search(changed, num_best=1, **options).best[0]
+        changed = predictor.on(_doubled(predictor.cluster, names))
+        then = search(changed, **options | {"num_best": 1} | ({} if names else {"bits": (8,)})).best[0]
         if then.seconds < 0.98 * first.seconds:
             lines.append(f"With {what}: {1 - then.seconds / first.seconds:.0%} less, {then.choice}.")
     return lines
 
 
-def _doubled(cluster: Any, names: Sequence[str]) -> Any:
-    if names[0] == "machine":
-        return replace(cluster, machine=_doubled(cluster.machine, names[1:]))
-    rates = {name: getattr(cluster, name) for name in names}
-    return replace(cluster, **{name: 2 * rate for name, rate in rates.items() if rate})
+def _doubled(given: Any, names: Sequence[str]) -> Any:
+    """Return a cluster, or a machine, with twice the rates of some names."""
+    more = {name: 2 * rate for name in names if (rate := getattr(given, name, None))}
+    if isinstance(given, Cluster):
+        more["machine"] = _doubled(given.machine, names)
+    return replace(given, **more)
 
 
 def table(predictor: Predictor, found: SearchResult) -> str:
@@ -225,7 +205,7 @@ def draw(prediction: Prediction, width: int = 72) -> str:
     the device and back, s step. Of micro-batches every second one is in small letters.
     """
     rows: dict[str, list[str]] = {}
-    for row, label, start, end in prediction.spans:
+    for row, label, start, end in prediction.spans():
         cells = rows.setdefault(row, [" "] * width)
         kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
         letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
