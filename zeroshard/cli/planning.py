@@ -178,8 +178,8 @@ def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
 
 def _drawn(found: Estimate) -> str:
     """Return the time line of a plan for a memory budget, as `zeroshard plan` draws a step."""
-    spans = tuple(Interval(*one) for one in found.time_line)
-    return draw(Prediction(Choice(), max(one.end for one in spans), {}, spans, found))
+    spans = [Interval(*one) for one in found.time_line]
+    return draw(Prediction(Choice(), max(one.end for one in spans), {}, lambda: iter(spans)))
 
 
 def _refuse_unused(options: EstimateOptions) -> None:
