@@ -146,11 +146,12 @@ class Engine(NotCopied, nn.Module):
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
         send = self._runtime.context.setting.placements.gradient != SUMMANDS
-        factored = loss * self.loss_scale if reducer.is_half else loss
+        scale = self._guard.loss_scale.value
+        factored = loss * scale if reducer.is_half else loss
         if divisor > 1:
             factored = factored / divisor
         around = nullcontext() if early is None or more else early.around()
-        with reducer.next_backward(more, send=send, scale=self.loss_scale), around:
+        with reducer.next_backward(more, send=send, scale=scale), around:
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
@@ -377,9 +378,8 @@ class Engine(NotCopied, nn.Module):
                 raise
         return getattr(module, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the engine itself; nn.Module would register it in the model."""
-        object.__setattr__(self, name, value)
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+    """Sets an attribute of the engine itself; nn.Module would register it in the model."""
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, for the model as for any module."""

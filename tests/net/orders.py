@@ -17,8 +17,8 @@ ORDERS = (
         name="replicated_parameters_do_not_follow_a_step",
         says="Parameters that stay gathered are not gathered again after a step.",
         file="zeroshard/sharding/buffer.py",
-        find="return not self.is_alias_of_all and self.store.filled",
-        replace="return not (self.is_alias_of_all or self.is_resident) and self.store.filled",
+        find="return not self.is_alias_of_all and self.filled",
+        replace="return not (self.is_alias_of_all or self._plan.is_resident) and self.filled",
         tests=("test_parameters_of_one_element_train_as_in_ddp_to_the_bit",),
     ),
     Break(

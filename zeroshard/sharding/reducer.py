@@ -249,13 +249,14 @@ class Reducer:
         self._role = role = self._asked if accumulates else _BYSTANDER
         if not accumulates:
             return
-        if self._state.hook is not None:
-            self._state.hook.begin()
+        hook = self._state.hook
+        if hook is not None and not hook.begin():
+            hook = None
         steps = self.step_unit is not None and not role.has_more
         if steps:
             self._state.moments.add(Moment.STEPPED)
         for gradients in self._all:
-            gradients.begin(role.has_more, role.defers, role.scale, steps=steps)
+            gradients.begin(role.has_more, role.defers, role.scale, steps=steps, hook=hook)
         if not role.defers:
             self._list_units(self._units)
         else:
