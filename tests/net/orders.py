@@ -59,8 +59,8 @@ ORDERS = (
         name="reductions_start_before_the_gradients_are_there",
         says="The reduction of a unit starts when one of its gradients has arrived.",
         file="zeroshard/sharding/reducer.py",
-        find="if self._role.keeps(unit) or not unit.is_complete:",
-        replace="if self._role.keeps(unit):",
+        find="if unit in self._kept or not unit.is_complete:",
+        replace="if unit in self._kept:",
         tests=("test_the_first_and_later_steps_send_what_the_table_says",),
     ),
     Break(

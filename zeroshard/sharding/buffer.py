@@ -323,7 +323,8 @@ class FlatBuffer:
         """
         if self.store.is_stale:
             self.store.await_stepped()
-            self.keep_second(False)
+            if self.has_second:
+                self.keep_second(False)
             self.store.follow()
         if self.store.is_alias_of_all:
             return None

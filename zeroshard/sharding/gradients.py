@@ -69,7 +69,8 @@ class Gradients:
     def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, store: GradientStore) -> None:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
-        self._reduce_dtype = plan.reduce_dtype
+        self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
+        self._main_size = plan.main_size
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
         self._scale = 1.0
         self._reduce: Callable[[Gradients, Tensor], Iterator[Handle | None]] = Gradients.over_ranks
@@ -153,8 +154,8 @@ class Gradients:
     def keep_sums(self, wanted: bool) -> None:
         """Keep sums here for a later backward, if that is wanted and `p.grad` has fewer bits."""
         plan = self.buffer.plan
-        self.is_kept = wanted and plan.wide_dtype != plan.main_dtype
-        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
+        self.is_kept = wanted and self._wide_dtype != plan.main_dtype
+        self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
@@ -185,7 +186,7 @@ class Gradients:
         if self._flat is None:
             self._move(GradientState.PACKING)
             self._is_deferred = self._defer
-            self._flat = self._take(self.buffer.plan.wide_dtype if self._defer else self._reduce_dtype)
+            self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
         if index in self._filled:
@@ -211,7 +212,7 @@ class Gradients:
         """
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
-            gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
+            gradient = gradient.to(self._wide_dtype) * self._unscale
         total = self._reduced.get(index)
         if total is None and not self.is_kept:
             total = gradient_of(self.buffer.sharded[index])
@@ -236,12 +237,12 @@ class Gradients:
             An exchange that is under way; None before another one.
         """
         plan = self.buffer.plan
-        in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
+        in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
         if in_place:
             result = flat
             self._pool.drop(flat)
         else:
-            result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
+            result = torch.empty(self._main_size, dtype=self._wide_dtype, device=flat.device)
             if not plan.reductions:  # it only leaves the device
                 result.copy_(flat)
                 self._pool.give(flat)
@@ -272,7 +273,7 @@ class Gradients:
             handle = hook.run(self.buffer, [flat[part] for part in self._slices])
         yield handle
         handle.wait()
-        result = flat[self.buffer.own].clone().to(self.buffer.plan.wide_dtype)
+        result = flat[self.buffer.own].clone().to(self._wide_dtype)
         self._pool.give(flat)
         self._absorb(result)
 

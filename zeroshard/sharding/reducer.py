@@ -137,10 +137,6 @@ class Role(NamedTuple):
     scale: float | None = None
     """The loss scale in its gradients; None if nobody has scaled the loss."""
 
-    def keeps(self, unit: Unit) -> bool:
-        """True if the gradients of a unit stay here for a later backward."""
-        return self.defers and unit not in self.ending
-
 
 _BYSTANDER = Role(defers=True)
 """The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
@@ -169,6 +165,8 @@ class Reducer:
         self._asked = self._role = Role()
         """The roles of the next backward, as `next_backward` sets it around it, and of the last one."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
+        self._kept: Collection[Unit] = ()
+        """The units whose gradients stay here for a later backward."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
@@ -247,6 +245,7 @@ class Reducer:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
+        self._kept = self._units.keys() - role.ending if role.defers else ()
         if not accumulates:
             return
         hook = self._state.hook
@@ -319,7 +318,7 @@ class Reducer:
             unit: the unit; None: all that this backward has not started, the root last.
         """
         if unit is not None:
-            if self._role.keeps(unit):
+            if unit in self._kept:
                 return
             self._ready.add(unit.name)
         while self._to_start and (unit is None or self._to_start[0].name in self._ready):
@@ -335,7 +334,7 @@ class Reducer:
         """
         if unit.name in self._ready:
             return True
-        if self._role.keeps(unit) or not unit.is_complete:
+        if unit in self._kept or not unit.is_complete:
             return False
         self.start(unit)
         return True
@@ -375,11 +374,11 @@ class Reducer:
             but: the newest ones that wait for the next unit if they compute with main parameters: hooks in
                 the backward may read these.
         """
+        if self.step_unit is None or self._role.has_more or self._state.has_hooks:
+            return  # hooks are to see, and may change, the gradients of a whole backward
         ended, self._ended = self._ended, []
         if any(buffer.plan.is_alias for unit in ended[len(ended) - but :] for buffer in unit.buffers):
             self._ended = [ended.pop()]
-        if self.step_unit is None or self._role.has_more or self._state.has_hooks:
-            return  # hooks are to see, and may change, the gradients of a whole backward
         for unit in ended:
             if unit.gradients and all(all(one.used) for one in unit.gradients):
                 self.step_unit(unit)
