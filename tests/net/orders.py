@@ -92,15 +92,19 @@ ORDERS = (
         says="The engine steps the optimizer, and then clips and judges the gradients.",
         file="zeroshard/engine.py",
         find=(
-            "        is_taken = self._guard.make_ready()\n"
+            "        is_taken = self._is_ready = self._guard.make_ready()\n"
             "        if is_taken:\n"
-            "            self._optimize(around)"
+            "            try:\n"
+            "                with around:\n"
+            "                    step()\n"
         ),
         replace=(
-            "        self._optimize(around)\n"
-            "        is_taken = self._guard.make_ready()\n"
+            "        is_taken = self._is_ready = True\n"
             "        if is_taken:\n"
-            "            pass"
+            "            try:\n"
+            "                with around:\n"
+            "                    step()\n"
+            "                    self._guard.make_ready()\n"
         ),
         tests=("test_clipping_is_that_of_torch_on_ddp_and_the_same_to_the_bit_at_all_stages",),
     ),
@@ -108,8 +112,8 @@ ORDERS = (
         name="the_learning_rate_moves_twice_a_step",
         says="A step of the engine advances the LR scheduler twice.",
         file="zeroshard/engine.py",
-        find="            self.lr_scheduler.step()\n",
-        replace="            self.lr_scheduler.step()\n            self.lr_scheduler.step()\n",
+        find="                self.lr_scheduler.step()\n",
+        replace="                self.lr_scheduler.step()\n                self.lr_scheduler.step()\n",
         tests=("test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimizer",),
     ),
     Break(

@@ -227,12 +227,11 @@ class Axis:
         parts = [received.get(rank, own) for rank in range(self.size)]
         return Pending(self, label, "reduce_scatter", works, functools.partial(_add, parts, own, out, pool))
 
-    def all_reduce(self, values: Tensor, label: str) -> None:
-        """Sum contiguous values over the ranks, in place, by the backend's own collective."""
-        self.begin_all_reduce(values, label).wait()
+    def all_reduce(self, values: Tensor, label: str) -> Handle:
+        """Begin to sum contiguous values over the ranks, in place, by the backend's own collective.
 
-    def begin_all_reduce(self, values: Tensor, label: str) -> Handle:
-        """Begin an `all_reduce`, on an accelerator on the current stream; nobody reads or writes `values`."""
+        On an accelerator it is on the current stream. Nobody reads or writes `values` meanwhile.
+        """
         label = self.note(ALL_REDUCE, 2 * values.nbytes * (self.size - 1) // self.size, label)
         reduce = functools.partial(dist.all_reduce, values, group=self.groups[GATHER])
         return self.start(reduce, label, ALL_REDUCE)

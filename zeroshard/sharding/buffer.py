@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import Mark, mark_here
+from zeroshard.internals.warn import first_of
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.parts import own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit, refuse_gradients
@@ -233,8 +234,7 @@ class FlatBuffer:
         """True if a few ranks may keep a copy among them between forward and backward."""
         self._second_axis = axes[plan.regathers[0].axis] if self.has_second else axes.dp_inner
         self._second: Tensor | None = None
-        names = [original.fqn for original in originals]
-        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        shown = first_of([original.fqn for original in originals])
         self._freed = (
             f"a parameter of {self.described}, or a view of one ({shown}), was kept from the forward and "
             "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "

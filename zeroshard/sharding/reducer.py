@@ -68,7 +68,7 @@ class UnitOrder:
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         setting, axes = context.setting, context.axes
-        self._is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
+        self.is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
         """True if all ranks make the same calls; then they need no agreement."""
         is_late = setting.steps_in_backward is False
         walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
@@ -88,17 +88,15 @@ class UnitOrder:
         is_other = has_backward and any(a > b for a, b in pairwise(positions))
         if is_other or -1 in positions:
             self._set(merge([called, self.units] if is_other else [self.units, called]))
-            self.has_changed = not self._is_common
+            self.has_changed = not self.is_common
 
     def follow_backward(self, units: Sequence[Unit]) -> None:
         """Take in the order in which a new backward leaves units."""
-        if self._is_common:
+        if self.is_common:
             self._reduce([unit for unit in units if unit is not self._by_name[""]])
 
     def agree(self, axis: Axis) -> None:
-        """Make one order of the orders of all ranks; collective."""
-        if self._is_common:
-            return
+        """Make one order of the orders of all ranks, which is not `is_common`; collective."""
         own = [unit.name for unit in self.units]
         everyone = axis.all_gather_object(own, "agreement on the order of units")
         merged = [self._by_name[name] for name in merge(everyone)]
@@ -172,7 +170,7 @@ class Reducer:
         self._state = context.state
         self._delivered: dict[ShardedParameter, None] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
-        self._must_agree = True
+        self._must_agree = not self.order.is_common
         """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
         self._to_start: deque[Unit] = deque()
         """The units that this backward has not begun to reduce, in the order of all ranks."""

@@ -227,8 +227,7 @@ class Unit:
         self.plan, self.name, self.module = plan, plan.name, module
         self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
-        tiers = ((buffer, (buffer.plan.main_tier, buffer.plan.copy_tier)) for buffer in buffers)
-        self._read = [buffer for buffer, own in tiers if Tier.DISK in own]
+        self._read = [b for b in buffers if Tier.DISK in (b.plan.main_tier, b.plan.copy_tier)]
         """The buffers whose gathers start in files."""
         self._seconds = [buffer for buffer in buffers if buffer.has_second]
         self.is_resident = plan.is_resident
