@@ -146,11 +146,12 @@ class Engine(NotCopied, nn.Module):
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
         send = self._runtime.context.setting.placements.gradient != SUMMANDS
-        factored = loss * self.loss_scale if reducer.is_half else loss
+        scale = self._guard.loss_scale.value
+        factored = loss * scale if reducer.is_half else loss
         if divisor > 1:
             factored = factored / divisor
         around = nullcontext() if early is None or more else early.around()
-        with reducer.next_backward(more, send=send, scale=self.loss_scale), around:
+        with reducer.next_backward(more, send=send, scale=scale), around:
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
@@ -218,13 +219,24 @@ class Engine(NotCopied, nn.Module):
         return False
 
     def _take_step(self, around: AbstractContextManager[None]) -> bool:
-        """Judge the gradients, step, and zero them; `around` is entered for the step of the optimizer.
+        """Judge the gradients, step optimizer and LR scheduler, and zero the gradients.
 
         A pipeline calls it, too. A rank without trained parameters takes part in the agreements all the same.
+
+        Args:
+            around: is entered for the step of the optimizer.
         """
-        is_taken = self._guard.make_ready()
+        step: Callable[[], object] = self._count_step if self.optimizer is None else self.optimizer.step
+        is_taken = self._is_ready = self._guard.make_ready()
         if is_taken:
-            self._optimize(around)
+            try:
+                with around:
+                    step()
+            finally:
+                self._is_ready = False
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            self._runtime.state.end_step()
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -232,21 +244,6 @@ class Engine(NotCopied, nn.Module):
         self._micro_step = 0
         self.zero_grad()
         return is_taken
-
-    def _optimize(self, around: AbstractContextManager[None]) -> None:
-        """Step optimizer and LR scheduler; `around` is entered for the step of the optimizer."""
-        self._is_ready = True
-        try:
-            with around:
-                if self.optimizer is not None:
-                    self.optimizer.step()
-                else:
-                    self._count_step()
-        finally:
-            self._is_ready = False
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self._runtime.state.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, local sums included, and the micro-batches that they come from.
@@ -377,9 +374,8 @@ class Engine(NotCopied, nn.Module):
                 raise
         return getattr(module, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the engine itself; nn.Module would register it in the model."""
-        object.__setattr__(self, name, value)
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+    """Sets an attribute of the engine itself; nn.Module would register it in the model."""
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, for the model as for any module."""

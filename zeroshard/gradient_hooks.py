@@ -90,8 +90,8 @@ class GradientHook:
 
     def __init__(self, state: Any, hook: Hook, axis: Axis, needed: Callable[[], bool] | None = None) -> None:
         self.state, self._hook, self._axis, self._needed = state, hook, axis, needed
-        self.is_on, self.is_local = False, needed is not None or is_local_state(state)
-        """True in a backward whose gradients it reduces; True if ranks may get different ones."""
+        self.is_local = needed is not None or is_local_state(state)
+        """True if ranks may get different gradients."""
         self.name = f"gradient_hook={getattr(hook, '__name__', type(hook).__name__)}"
         self._buckets: dict[int, list[str]] = {}
         """The names of the parameters in each bucket, by the tag of its buffer."""
@@ -108,10 +108,10 @@ class GradientHook:
         """Number the buffers that the hook reduces from the last one on, on all ranks alike."""
         self._buckets = {buffer.tag: [one.fqn for one in buffer.originals] for buffer in buffers[::-1]}
 
-    def begin(self) -> None:
-        """Begin a backward."""
-        self.is_on = self._needed is None or self._needed()
+    def begin(self) -> bool:
+        """Begin a backward; return True if the hook reduces its gradients."""
         self._called.clear()
+        return self._needed is None or self._needed()
 
     def run(self, buffer: FlatBuffer, parts: list[Tensor]) -> Mark:
         """Turn the gradients of a buffer into their means over the ranks, in place.

@@ -272,7 +272,7 @@ class OuterSteps:
                 values = self._load(self._anchors[buffer]).sub_(values)
             label = f"sum over the replicas of {buffer.described}"
             with self._runtime.context.streams.reduce.after_compute():
-                self._handles.append(self._axis.begin_all_reduce(values, label))
+                self._handles.append(self._axis.all_reduce(values, label))
             self._sent[buffer] = values
 
     def _take(self, buffers: Iterable[FlatBuffer]) -> None:

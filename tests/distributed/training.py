@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -342,14 +343,17 @@ def live_bytes(messages=True):
 
 
 class SendCounter:
-    """Elements that torch.distributed.isend was asked to send; all-gather and reduce-scatter use it."""
+    """Elements that process groups send while it is their method `send`, as in exchanges of CPU ranks."""
 
     def __init__(self):
-        self.elements, self._send = 0, dist.isend
+        self.elements, self._send = 0, dist.ProcessGroup.send
 
-    def __call__(self, tensor, *args, **kwargs):
-        self.elements += tensor.numel()
-        return self._send(tensor, *args, **kwargs)
+    def __get__(self, group, owner):
+        return self if group is None else partial(self, group)
+
+    def __call__(self, group, tensors, *args):
+        self.elements += sum(tensor.numel() for tensor in tensors)
+        return self._send(group, tensors, *args)
 
 
 def micro_batches(engine, k):

@@ -17,8 +17,8 @@ ORDERS = (
         name="replicated_parameters_do_not_follow_a_step",
         says="Parameters that stay gathered are not gathered again after a step.",
         file="zeroshard/sharding/buffer.py",
-        find="return not self.is_alias_of_all and self.store.filled",
-        replace="return not (self.is_alias_of_all or self.is_resident) and self.store.filled",
+        find="return not self.is_alias_of_all and self.filled",
+        replace="return not (self.is_alias_of_all or self._plan.is_resident) and self.filled",
         tests=("test_parameters_of_one_element_train_as_in_ddp_to_the_bit",),
     ),
     Break(
@@ -59,8 +59,8 @@ ORDERS = (
         name="reductions_start_before_the_gradients_are_there",
         says="The reduction of a unit starts when one of its gradients has arrived.",
         file="zeroshard/sharding/reducer.py",
-        find="if self._role.keeps(unit) or not unit.is_complete:",
-        replace="if self._role.keeps(unit):",
+        find="if unit in self._kept or not unit.is_complete:",
+        replace="if unit in self._kept:",
         tests=("test_the_first_and_later_steps_send_what_the_table_says",),
     ),
     Break(
@@ -92,15 +92,19 @@ ORDERS = (
         says="The engine steps the optimizer, and then clips and judges the gradients.",
         file="zeroshard/engine.py",
         find=(
-            "        is_taken = self._guard.make_ready()\n"
+            "        is_taken = self._is_ready = self._guard.make_ready()\n"
             "        if is_taken:\n"
-            "            self._optimize(around)"
+            "            try:\n"
+            "                with around:\n"
+            "                    step()\n"
         ),
         replace=(
-            "        self._optimize(around)\n"
-            "        is_taken = self._guard.make_ready()\n"
+            "        is_taken = self._is_ready = True\n"
             "        if is_taken:\n"
-            "            pass"
+            "            try:\n"
+            "                with around:\n"
+            "                    step()\n"
+            "                    self._guard.make_ready()\n"
         ),
         tests=("test_clipping_is_that_of_torch_on_ddp_and_the_same_to_the_bit_at_all_stages",),
     ),
@@ -108,8 +112,8 @@ ORDERS = (
         name="the_learning_rate_moves_twice_a_step",
         says="A step of the engine advances the LR scheduler twice.",
         file="zeroshard/engine.py",
-        find="            self.lr_scheduler.step()\n",
-        replace="            self.lr_scheduler.step()\n            self.lr_scheduler.step()\n",
+        find="                self.lr_scheduler.step()\n",
+        replace="                self.lr_scheduler.step()\n                self.lr_scheduler.step()\n",
         tests=("test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimizer",),
     ),
     Break(

@@ -69,9 +69,10 @@ class SideStream:
 
     def after_compute(self) -> AbstractContextManager[object]:
         """Return a context that issues work on this stream, after all work so far on the current stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        return self.here()
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return self._stream
 
     def here(self) -> AbstractContextManager[object]:
         """Return a context that issues work on this stream, which waits for no compute."""

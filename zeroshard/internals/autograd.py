@@ -42,15 +42,14 @@ def is_in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object]:
     """Call a function when the backward pass that runs now has ended, unless it ends in an exception.
 
+    Args:
+        callback: a function that nobody else holds: autograd drops it at the end, of whatever kind.
+
     Returns:
         A function that returns None once the backward has ended, in an exception or not.
     """
-
-    def at_end() -> None:  # autograd alone holds it, and drops it when the backward ends, in whatever way
-        callback()
-
-    torch.autograd.Variable._execution_engine.queue_callback(at_end)
-    return weakref.ref(at_end)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(callback)
 
 
 def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:

@@ -66,10 +66,8 @@ def view_tensors(value: Any) -> Any:
     return change_tensors(value, lambda t: t.view_as(t) if t.requires_grad else t)
 
 
-def cast_outputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the nested value with floating-point tensors in `dtype`; None: as they are."""
-    if dtype is None:
-        return value
+def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
+    """Return the nested value with floating-point tensors in `dtype`."""
     return change_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 

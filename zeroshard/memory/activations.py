@@ -441,7 +441,8 @@ def prepared(
             cast = functools.partial(cast_inputs, dtype=precision.param_dtype, in_lists=spec is specs[0])
             if spec.module not in casts and not computes_in_own_dtype(spec.module):
                 spec.module.register_forward_pre_hook(cast, with_kwargs=True)
-    model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
+    if (cast_to := precision.output_dtype) is not None:
+        model.register_forward_hook(lambda module, args, output: cast_outputs(output, cast_to))
     return model, specs, over
 
 

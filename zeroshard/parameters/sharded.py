@@ -53,6 +53,7 @@ _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-
 
 # Compared with ==: each access of a getter makes a new object.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_GET_DEVICE = Tensor.device.__get__
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = (Tensor.grad.__set__, Tensor.grad.__delete__)  # type: ignore[union-attr]
@@ -253,7 +254,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         if func in _KINDS and args:
             return _KINDS[func](args[0].own_dtype)
         kwargs = kwargs or {}
-        if func in _ARITHMETIC and _is_plain(args, kwargs):
+        if func == _GET_DEVICE or (func in _ARITHMETIC and _is_plain(args, kwargs)):
             return compute_past_guards(func, types, args, kwargs)
         if func == _GET_GRAD:  # past the property
             return args[0].grad

@@ -126,7 +126,7 @@ class ModuleState:
     gives_memory: Callable[[], object] | None = None
     """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
     hook: Any = None
-    """The `gradient_hooks.GradientHook` that reduces gradients while it `is_on`; None: only the plan does."""
+    """The `gradient_hooks.GradientHook` that may reduce gradients; None: the plan does."""
     num_changes = 0
     """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
     num_edits = 0

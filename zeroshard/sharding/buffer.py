@@ -21,13 +21,13 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import Mark, mark_here
+from zeroshard.internals.warn import first_of
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.parts import own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit, refuse_gradients
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import UnshardedParameter, retire
 from zeroshard.plan.buffers import BufferPlan
-from zeroshard.plan.exchange import Exchange
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
 from zeroshard.sharding.context import Context
@@ -48,6 +48,8 @@ class MainStore(Store):
     def __init__(self, main: Tensor, plan: BufferPlan, unsharded: Tensor | None, context: Context) -> None:
         super().__init__(main, context.memory, plan.main_tier)
         self._plan, self._context = plan, context
+        self.is_alias_of_all = plan.is_alias and not plan.gathers
+        """True if the unsharded parameters have its values by themselves, without copy or exchange."""
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
@@ -71,9 +73,9 @@ class MainStore(Store):
     # -- values ---------------------------------------------------------------------------------------
 
     @property
-    def gathered(self) -> Hashable:
-        """The version of the values that the next gather starts from."""
-        return (self._used or self).version
+    def is_stale(self) -> bool:
+        """True if the values that gathers start from changed since unsharded parameters were filled."""
+        return not self.is_alias_of_all and self.filled != (self._used or self).version
 
     def changed(self, *, has_copied: bool = False) -> None:
         """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited.
@@ -82,7 +84,7 @@ class MainStore(Store):
             has_copied: True if `copy` gets the same values along with them.
         """
         is_current = has_copied and self._copied == self.version
-        super().changed()
+        self._num_changes += 1
         self.filled = None
         if is_current:
             self._copied = self.version
@@ -111,10 +113,6 @@ class MainStore(Store):
         self.changed(has_copied=not is_in_use)
         self._stepped = mark_here(self._context.device)
 
-    def count_step(self) -> None:
-        """Note that a step was taken, or will be before the next gather; by parts, `stepped` gets values."""
-        self.changed(has_copied=self._context.setting.steps_by_parts)
-
     # -- gathers --------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
@@ -135,7 +133,7 @@ class MainStore(Store):
                 mark_here(self._context.device).synchronize()
             self.load(self.copy.values)
             self._copied = self.version
-        self.filled = self.gathered
+        self.filled = (self._used or self).version
 
     def begin(self, own: Tensor) -> Tensor:
         """Return the values that a gather starts from, in `own` unless it can read them where they are.
@@ -210,16 +208,16 @@ class FlatBuffer:
         self.shapes = tuple(original.shape for original in originals)
         self.whole_shapes = tuple(original.whole_shape for original in originals)
         self.is_resident, self.is_partial = plan.is_resident, plan.is_partial
-        self.is_alias_of_all = plan.is_alias and not plan.gathers
-        """True if `full` holds the values of `main` by itself, without copy or exchange."""
         self.main_span = plan.main_span(context.axes.dp_shard.rank)
         """The flat range that `main` holds."""
+        self.own = self.main_span.slice
+        """The same, for tensors."""
         self.is_read = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
         self.full, main = self._read() if self.is_read else self._take_over()
         self.full_bytes = self.full.nbytes
         """The bytes of the unsharded parameters, padding included."""
-        own = self.full.detach()[self.main_span.slice] if self.is_resident else None
+        own = self.full.detach()[self.own] if self.is_resident else None
         self.store = MainStore(main, plan, own, context)
         """The main parameters, where gathers start."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
@@ -230,10 +228,13 @@ class FlatBuffer:
         item, offsets = self.full.element_size(), self.layout.offsets
         self._starts = [(p, at * item) for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()]
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
+        self._axis = axes[plan.gathers[0].axis] if plan.gathers else None
+        """The ranks that gather; None: this one has all values."""
+        self.has_second = bool(plan.regathers) and plan.regathers != plan.gathers
+        """True if a few ranks may keep a copy among them between forward and backward."""
+        self._second_axis = axes[plan.regathers[0].axis] if self.has_second else axes.dp_inner
         self._second: Tensor | None = None
-        self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
-        names = [original.fqn for original in originals]
-        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        shown = first_of([original.fqn for original in originals])
         self._freed = (
             f"a parameter of {self.described}, or a view of one ({shown}), was kept from the forward and "
             "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "
@@ -297,11 +298,6 @@ class FlatBuffer:
 
     # -- full parameters ------------------------------------------------------------------------------
 
-    @property
-    def is_stale(self) -> bool:
-        """True if main parameters changed since `full` was filled from them."""
-        return not self.is_alias_of_all and self.store.filled != self.store.gathered
-
     def has_moved(self) -> bool:
         """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
         if not (self.is_resident or self.full.untyped_storage().nbytes()):
@@ -325,23 +321,21 @@ class FlatBuffer:
         Returns:
             The exchange that fills the rest, with this label; None if there is none.
         """
-        self.store.await_stepped()
-        if self.is_stale:
-            self.keep_second(False)
+        if self.store.is_stale:
+            self.store.await_stepped()
+            if self.has_second:
+                self.keep_second(False)
             self.store.follow()
-        if self.is_alias_of_all:
+        if self.store.is_alias_of_all:
             return None
-        axes = self._context.axes
         if not self.is_resident:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
-        if self._second is not None:
-            exchange: Exchange | None = self.plan.regathers[0]
-            own = self._second
+        if (own := self._second) is None:
+            axis, own = self._axis, self.store.begin(self.full[self.own])
         else:
-            own = self.store.begin(self.full[self.main_span.slice])
-            (exchange,) = self.plan.gathers or (None,)
-        return axes[exchange.axis].all_gather(self.full, own, tag=self.tag, label=label) if exchange else None
+            axis = self._second_axis
+        return axis.all_gather(self.full, own, tag=self.tag, label=label) if axis is not None else None
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -350,15 +344,16 @@ class FlatBuffer:
             keep_second: True if the next gather of the same values is the plan's `regathers`.
         """
         if not self.is_resident:
-            self.keep_second(keep_second)
+            if self.has_second:
+                self.keep_second(keep_second)
             release(self.full, self._freed)
             self._context.meter.add(-self.full_bytes)
 
     def keep_second(self, keep: bool) -> None:
         """Keep the copy that a few ranks keep among them, or drop it."""
         meter = self._context.meter
-        if keep and self._second is None and self._has_second:
-            axis = self._context.axes[self.plan.regathers[0].axis]
+        if keep and self._second is None:
+            axis = self._second_axis
             self._second = self.full.detach().chunk(axis.size)[axis.rank].clone()
             meter.add(self._second.nbytes)
         elif not keep and self._second is not None:
@@ -380,7 +375,7 @@ class FlatBuffer:
             A tensor for each parameter, in memory of their own: a view of one if tensor ranks hold all of it.
         """
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
-        own = whole[self.main_span.slice]
+        own = whole[self.own]
         self.store.load(own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.described}"
@@ -404,7 +399,7 @@ class FlatBuffer:
             original.parameter.data = original.parameter.new_empty(0)
         for axis in (context.axes.dp, context.axes.outer):
             axis.broadcast(values, f"first broadcast of {self.described}")
-        main = values[self.main_span.slice]
+        main = values[self.own]
         return values.to(plan.compute_dtype), main if plan.is_alias else self._empty_main().copy_(main)
 
     def _read(self) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,10 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import functools
+from collections.abc import Callable, Iterator, Set
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +69,12 @@ class Gradients:
     def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, store: GradientStore) -> None:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
-        self._reduce_dtype = plan.reduce_dtype
+        self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
+        self._main_size = plan.main_size
+        self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
         self._scale = 1.0
+        self._reduce: Callable[[Gradients, Tensor], Iterator[Handle | None]] = Gradients.over_ranks
+        """Turns packed gradients into reduced ones; no bound method, which would be a cycle."""
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -120,7 +126,9 @@ class Gradients:
         flat = () if self._flat is None else (self._flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(self, more: bool, defer: bool, scale: float | None = None, *, steps: bool = False) -> None:
+    def begin(
+        self, more: bool, defer: bool, scale: float | None = None, *, steps: bool = False, hook: Any = None
+    ) -> None:
         """Begin a backward. New gradients are added to those that exist.
 
         Args:
@@ -128,11 +136,15 @@ class Gradients:
             defer: True if a later backward is to reduce them.
             scale: the loss scale; None: nobody gives one, and the scale of the last backward holds.
             steps: True if units are stepped in this backward.
+            hook: the `gradient_hooks.GradientHook` that reduces them; None: the exchanges of the plan do.
         """
         if scale is not None:
             self._unscale = 1.0 / scale
-        self._defer, hook = defer, self._context.state.hook
-        self._scale = 1.0 if hook is not None and hook.is_on else 1.0 / self._context.axes.dp.size
+        self._defer = defer
+        self._scale = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
+        self._reduce = (
+            Gradients.over_ranks if hook is None else functools.partial(Gradients.by_hook, hook=hook)
+        )
         self.keep_sums(more and not defer)
         may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
@@ -142,8 +154,8 @@ class Gradients:
     def keep_sums(self, wanted: bool) -> None:
         """Keep sums here for a later backward, if that is wanted and `p.grad` has fewer bits."""
         plan = self.buffer.plan
-        self.is_kept = wanted and plan.wide_dtype != plan.main_dtype
-        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
+        self.is_kept = wanted and self._wide_dtype != plan.main_dtype
+        self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
@@ -174,7 +186,7 @@ class Gradients:
         if self._flat is None:
             self._move(GradientState.PACKING)
             self._is_deferred = self._defer
-            self._flat = self._take(self.buffer.plan.wide_dtype if self._defer else self._reduce_dtype)
+            self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
         if index in self._filled:
@@ -200,7 +212,7 @@ class Gradients:
         """
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
-            gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
+            gradient = gradient.to(self._wide_dtype) * self._unscale
         total = self._reduced.get(index)
         if total is None and not self.is_kept:
             total = gradient_of(self.buffer.sharded[index])
@@ -214,37 +226,34 @@ class Gradients:
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
         self._move(GradientState.REDUCING)
-        hook = self._context.state.hook
-        reduce = self._reduce if hook is None or not hook.is_on else self._run_hook
-        self._reduction = reduce(self._finish_packing()) if self._slices else iter(())
+        self._reduction = self._reduce(self, self._finish_packing()) if self._slices else iter(())
         self._advance()
         return self.state is GradientState.REDUCING
 
-    def _reduce(self, flat: Tensor) -> Iterator[Handle | None]:
+    def over_ranks(self, flat: Tensor) -> Iterator[Handle | None]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
 
         Yields:
             An exchange that is under way; None before another one.
         """
-        plan, axes = self.buffer.plan, self._context.axes
-        in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
+        plan = self.buffer.plan
+        in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
         if in_place:
             result = flat
             self._pool.drop(flat)
         else:
-            result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
+            result = torch.empty(self._main_size, dtype=self._wide_dtype, device=flat.device)
             if not plan.reductions:  # it only leaves the device
                 result.copy_(flat)
                 self._pool.give(flat)
         parts = [result]
         """This rank's parts of `result`, each inside the one before it."""
         of = f"of the gradients of {self.buffer.described}"
-        for number, exchange in enumerate(plan.reductions):
-            axis = axes[exchange.axis]
+        for number, (axis, collective) in enumerate(self._exchanges):
             if number:
                 yield None
             with self._context.streams.reduce.after_compute():
-                if exchange.collective is Collective.REDUCE_SCATTER:
+                if collective is Collective.REDUCE_SCATTER:
                     whole, label = parts[-1] if number else flat, f"reduce-scatter {of}"
                     part = result if plan.is_partial and not number else parts[-1].chunk(axis.size)[axis.rank]
                     parts.append(part)
@@ -258,13 +267,13 @@ class Gradients:
                 self._pool.give(flat)
         self._absorb(result)
 
-    def _run_hook(self, flat: Tensor) -> Iterator[Handle]:
+    def by_hook(self, flat: Tensor, hook: Any) -> Iterator[Handle]:
         """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
         with self._context.streams.reduce.after_compute():
-            handle = self._context.state.hook.run(self.buffer, [flat[part] for part in self._slices])
+            handle = hook.run(self.buffer, [flat[part] for part in self._slices])
         yield handle
         handle.wait()
-        result = flat[self.buffer.main_span.slice].clone().to(self.buffer.plan.wide_dtype)
+        result = flat[self.buffer.own].clone().to(self._wide_dtype)
         self._pool.give(flat)
         self._absorb(result)
 

@@ -142,8 +142,8 @@ class Passes:
         if self.is_in_method and unit is self._root:
             return output
         unit.check_edits()
-        if unit is self._root:
-            output = cast_outputs(output, self._context.output_dtype)
+        if unit is self._root and (dtype := self._context.output_dtype) is not None:
+            output = cast_outputs(output, dtype)
         if not unit.is_resident:
             output = unit.copy_own(output)
         if unit not in self.quiet:
@@ -258,7 +258,8 @@ class Passes:
 
     def _before_backward(self, call: ForwardCall) -> None:
         unit = call.unit
-        self._enter_backward(unit)
+        if self._state.phase is not _BACKWARD or self._backward() is None:
+            self._begin_backward(unit)
         if unit.open_calls:
             unit.open_calls.discard(call)
         call.entered_in = self._backward
@@ -268,13 +269,9 @@ class Passes:
             unit.slots.install()  # a part of it may be recomputed
         self._here.enter("the backward of ", unit.described)
 
-    def _enter_backward(self, unit: Unit) -> None:
-        if self._state.phase is _BACKWARD and self._backward() is None:
-            self._drop_backward()
-        if self._state.phase is not _BACKWARD:
-            self._begin_backward(unit)
-
     def _begin_backward(self, unit: Unit) -> None:
+        if self._state.phase is _BACKWARD:  # the last one has ended in an exception
+            self._drop_backward()
         if self._state.phase is Phase.CLOSED:
             raise closed_error()
         if self._state.phase is _FORWARD:
@@ -323,7 +320,8 @@ class Passes:
         """
         unit, gradients = self.trained[number]
         if self._task is not None and backward_task() != self._task:
-            self._enter_backward(unit)  # its first gradient is a parameter's: no output could be hooked
+            if self._state.phase is not _BACKWARD or self._backward() is None:
+                self._begin_backward(unit)  # its first gradient is a parameter's: no output could be hooked
             if backward_task() != self._task:
                 raise reentrant_error()
         if unit.state is _SHARDED and unit.backward_needs_parameters and self._task is not None:

@@ -68,7 +68,7 @@ class UnitOrder:
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         setting, axes = context.setting, context.axes
-        self._is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
+        self.is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
         """True if all ranks make the same calls; then they need no agreement."""
         is_late = setting.steps_in_backward is False
         walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
@@ -88,17 +88,15 @@ class UnitOrder:
         is_other = has_backward and any(a > b for a, b in pairwise(positions))
         if is_other or -1 in positions:
             self._set(merge([called, self.units] if is_other else [self.units, called]))
-            self.has_changed = not self._is_common
+            self.has_changed = not self.is_common
 
     def follow_backward(self, units: Sequence[Unit]) -> None:
         """Take in the order in which a new backward leaves units."""
-        if self._is_common:
+        if self.is_common:
             self._reduce([unit for unit in units if unit is not self._by_name[""]])
 
     def agree(self, axis: Axis) -> None:
-        """Make one order of the orders of all ranks; collective."""
-        if self._is_common:
-            return
+        """Make one order of the orders of all ranks, which is not `is_common`; collective."""
         own = [unit.name for unit in self.units]
         everyone = axis.all_gather_object(own, "agreement on the order of units")
         merged = [self._by_name[name] for name in merge(everyone)]
@@ -137,10 +135,6 @@ class Role(NamedTuple):
     scale: float | None = None
     """The loss scale in its gradients; None if nobody has scaled the loss."""
 
-    def keeps(self, unit: Unit) -> bool:
-        """True if the gradients of a unit stay here for a later backward."""
-        return self.defers and unit not in self.ending
-
 
 _BYSTANDER = Role(defers=True)
 """The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
@@ -169,12 +163,14 @@ class Reducer:
         self._asked = self._role = Role()
         """The roles of the next backward, as `next_backward` sets it around it, and of the last one."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
+        self._kept: Collection[Unit] = ()
+        """The units whose gradients stay here for a later backward."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
         self._delivered: dict[ShardedParameter, None] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
-        self._must_agree = True
+        self._must_agree = not self.order.is_common
         """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
         self._to_start: deque[Unit] = deque()
         """The units that this backward has not begun to reduce, in the order of all ranks."""
@@ -247,15 +243,17 @@ class Reducer:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
+        self._kept = self._units.keys() - role.ending if role.defers else ()
         if not accumulates:
             return
-        if self._state.hook is not None:
-            self._state.hook.begin()
+        hook = self._state.hook
+        if hook is not None and not hook.begin():
+            hook = None
         steps = self.step_unit is not None and not role.has_more
         if steps:
             self._state.moments.add(Moment.STEPPED)
         for gradients in self._all:
-            gradients.begin(role.has_more, role.defers, role.scale, steps=steps)
+            gradients.begin(role.has_more, role.defers, role.scale, steps=steps, hook=hook)
         if not role.defers:
             self._list_units(self._units)
         else:
@@ -318,7 +316,7 @@ class Reducer:
             unit: the unit; None: all that this backward has not started, the root last.
         """
         if unit is not None:
-            if self._role.keeps(unit):
+            if unit in self._kept:
                 return
             self._ready.add(unit.name)
         while self._to_start and (unit is None or self._to_start[0].name in self._ready):
@@ -334,7 +332,7 @@ class Reducer:
         """
         if unit.name in self._ready:
             return True
-        if self._role.keeps(unit) or not unit.is_complete:
+        if unit in self._kept or not unit.is_complete:
             return False
         self.start(unit)
         return True
@@ -374,11 +372,11 @@ class Reducer:
             but: the newest ones that wait for the next unit if they compute with main parameters: hooks in
                 the backward may read these.
         """
+        if self.step_unit is None or self._role.has_more or self._state.has_hooks:
+            return  # hooks are to see, and may change, the gradients of a whole backward
         ended, self._ended = self._ended, []
         if any(buffer.plan.is_alias for unit in ended[len(ended) - but :] for buffer in unit.buffers):
             self._ended = [ended.pop()]
-        if self.step_unit is None or self._role.has_more or self._state.has_hooks:
-            return  # hooks are to see, and may change, the gradients of a whole backward
         for unit in ended:
             if unit.gradients and all(all(one.used) for one in unit.gradients):
                 self.step_unit(unit)

@@ -50,6 +50,8 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], context: Context, pool: BufferPool, changes: Changes) -> None:
         self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
+        self.buffers = tuple(buffer for unit in units for buffer in unit.buffers)
+        """The flat buffers of all units, in the order of the units."""
         self.state, self.here = context.state, context.axes.dp.waits.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
         """Parameters that are not sharded; optimizers may step them along with the others."""
@@ -79,11 +81,6 @@ class Runtime:
         """The dtype to which float inputs of a module are cast; None: they stay as they are."""
         cast = self.casts.get(module)
         return self.context.setting.dtypes.param_dtype if cast is None else cast.dtype
-
-    @property
-    def buffers(self) -> Iterator[FlatBuffer]:
-        """The flat buffers of all units, in the order of the units."""
-        return (buffer for unit in self.units for buffer in unit.buffers)
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
@@ -120,7 +117,7 @@ class Runtime:
         Raises:
             RuntimeError: the name of the first one, on the rank that has it.
         """
-        for path, module in self.module.named_modules():
+        for path, module in self.root.module.named_modules():
             for name, parameter in module._parameters.items():
                 is_ours = isinstance(parameter, _OURS) and parameter.fqn  # a copy of a shown one has no name
                 if is_ours or parameter is None or parameter in self.ignored:
@@ -194,8 +191,9 @@ class Runtime:
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         self.state.num_changes += 1
         is_in_list = Moment.BATCH in self.state.moments
+        has_copied = self.context.setting.steps_by_parts  # then `MainStore.stepped` gets the values
         for buffer in (buffer for buffer in self.buffers if buffer.trainable):
-            buffer.store.count_step()
+            buffer.store.changed(has_copied=has_copied)
             if not is_in_list:  # there an asynchronous pipeline chooses the values of a backward
                 buffer.count_step(stepped)
         if is_last:
@@ -276,16 +274,13 @@ def hook(runtime: Runtime) -> None:
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the module of a unit, and the layers inside it."""
     module, hook = unit.module, runtime.changes.hook  # a model without engine still needs the runtime
-
-    def begin(*_: object) -> None:
-        runtime.passes.before_forward(unit, sys._getframe(1))
-
+    before = module.register_forward_pre_hook
     cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
     casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
     if dtype is not None and not casts_itself:
         own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
-        hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-    hook(module.register_forward_pre_hook(begin, prepend=True))
+        hook(before(own, prepend=True, with_kwargs=True))
+    hook(before(lambda *_: runtime.passes.before_forward(unit, sys._getframe(1)), prepend=True))
     hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
     hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:

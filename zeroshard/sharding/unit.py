@@ -34,6 +34,7 @@ from zeroshard.internals.nested import change_tensors
 from zeroshard.parameters.sharded import describe_unit
 from zeroshard.parameters.unsharded import UnshardedParameter, edit_error, equal_values, set_data
 from zeroshard.plan.buffers import UnitPlan
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 
@@ -54,7 +55,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _missing, _version_of = attrgetter("is_stale"), attrgetter("missing"), attrgetter("_version")
+_is_stale, _missing, _version_of = attrgetter("store.is_stale"), attrgetter("missing"), attrgetter("_version")
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -226,6 +227,9 @@ class Unit:
         self.plan, self.name, self.module = plan, plan.name, module
         self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
+        self._read = [b for b in buffers if Tier.DISK in (b.plan.main_tier, b.plan.copy_tier)]
+        """The buffers whose gathers start in files."""
+        self._seconds = [buffer for buffer in buffers if buffer.has_second]
         self.is_resident = plan.is_resident
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
@@ -276,8 +280,8 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         self.step_under_way()
-        needed = [buffer for buffer in self.buffers if not buffer.is_resident or buffer.is_stale]
-        for buffer in needed:
+        needed = [buffer for buffer in self.buffers if not buffer.is_resident or buffer.store.is_stale]
+        for buffer in filter(needed.__contains__, self._read):
             buffer.store.prefetch()
         self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
@@ -287,7 +291,7 @@ class Unit:
     def read_ahead(self) -> None:
         """Let the system read what the next gather starts from, if it lies in files."""
         if self.state is UnitState.SHARDED:
-            for buffer in self.buffers:
+            for buffer in self._read:
                 buffer.store.prefetch()
 
     def wait(self) -> None:
@@ -312,7 +316,7 @@ class Unit:
             return None
         self.wait()
         self._readers.append(follow)
-        return buffer.full.detach()[buffer.main_span.slice]
+        return buffer.full.detach()[buffer.own]
 
     def reshard(self, for_backward: bool = False) -> None:
         """Free the full parameters, unless the unit is resident.
@@ -330,7 +334,7 @@ class Unit:
                 buffer.free(for_backward and self.backward_needs_parameters)
             self._move(UnitState.SHARDED)
         elif not for_backward:
-            for buffer in self.buffers:
+            for buffer in self._seconds:
                 buffer.keep_second(False)
 
     def refresh(self) -> None:

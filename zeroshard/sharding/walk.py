@@ -240,17 +240,14 @@ class Walk:
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
+        self.left = [turn.unit for turn in self._turns if turn.act == "leave"]
+        """The units of the walk in the order of their ends, which is the order of reductions."""
         self._route = [turn.unit for turn in self._turns if turn.act == "enter"]
         self._num_entered = self._num_gathered = 0
         """The numbers of units of the route that were entered, and that gathers were started for."""
         self._reducer, self._num_prefetch = reducer, num_prefetch
         self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
         self._now = self._turns[0].tick if self._turns else 0
-
-    @property
-    def left(self) -> list[Unit]:
-        """The units of the walk in the order of their ends, which is the order of reductions."""
-        return [turn.unit for turn in self._turns if turn.act == "leave"]
 
     def enter(self, call: ForwardCall) -> None:
         """Take the turns up to the end of a call, since the gradient of one of its outputs has arrived."""

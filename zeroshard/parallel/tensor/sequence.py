@@ -102,7 +102,7 @@ class Activations:
             return value
         if not self._axis.exchanges:
             total = value.contiguous().clone()
-            self._axis.all_reduce(total, label)
+            self._axis.all_reduce(total, label).wait()
             return total
         if self.size == 2:
             return self._sum_of_two(value.contiguous(), label)
