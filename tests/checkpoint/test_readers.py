@@ -34,7 +34,7 @@ def saved(folder, config):
 def checkpoint(ranks, tmp_path_factory):
     """The directory of a checkpoint, and all tensors that it must hold in their full shapes."""
     folder = tmp_path_factory.mktemp("saved")
-    want = ranks(4, saved, folder, {"stage": 3, "shard_group_size": 2})[0]
+    want = ranks(2, saved, folder, {"stage": 3})[0]
     return find(folder, "here"), want
 
 

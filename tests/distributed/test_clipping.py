@@ -112,7 +112,7 @@ def test_the_norm_is_that_of_the_accumulated_gradients():
         (token_loss(replica, 0) / 2).backward()
     (token_loss(replica, 1) / 2).backward()
     norms = [torch.nn.utils.clip_grad_norm_(replica.parameters(), 1e9).item()]
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         engine, _ = start(copy.deepcopy(model), stage=stage, gradient_accumulation_steps=2)
         engine.backward(token_loss(engine, 0))
         engine.step()

@@ -94,7 +94,7 @@ REFUSED = r"weight' was edited in a forward or backward.*register_buffer"
 @on_ranks(2)
 def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value():
     x = numbers(0, 5, 7, rank=0)
-    for units, edit in product((["Sequential"], []), EDITS):
+    for units, edit in (*((["Sequential"], edit) for edit in EDITS), ([], in_place)):
         model, plain = build(edit), build()
         engine, _ = start(model, "SGD", stage=3, units=units, precision=BF16)
         for context in (nullcontext(), torch.no_grad()):
@@ -217,7 +217,7 @@ def second_backward_after_a_step(model, optimizer):
     late.backward()
 
 
-@on_ranks(1, 2)
+@on_ranks(pytest.param(1, marks=pytest.mark.long), 2)
 def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
     for way in (step_between, step_and_forward_between, second_backward_after_a_step):
         plain = Stemmed()

@@ -60,6 +60,7 @@ def steps(engine, which, loss=batch_loss):
     return finish(engine, losses), taken
 
 
+@pytest.mark.long_where(reduce_dtype=[torch.float16])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
 @on_ranks(2)
 def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(reduce_dtype):

@@ -29,7 +29,7 @@ def kinds(stage, n):
     return {0: (4, 4, 8), 1: (4, 4 / n, 8 / n), 2: (4, 4 / n, 8 / n), 3: (4 / n, 4 / n, 8 / n)}[stage]
 
 
-@on_ranks(1, 2)
+@on_ranks(pytest.param(1, marks=pytest.mark.long), 2)
 def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(num_ranks):
     """1.02: besides model states there are a step number per parameter, the batch, the model's buffers.
 

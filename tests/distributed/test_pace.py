@@ -153,6 +153,7 @@ TOLD = (
 )
 
 
+@pytest.mark.long  # of seconds; tests/comm/test_ledger.py compares orders
 @on_ranks(2, process_group=False)
 def test_ranks_that_call_blocks_in_different_orders_raise_an_error_that_names_the_first():
     torch.manual_seed(0)

@@ -186,6 +186,7 @@ def test_tensor_ranks_choose_alike_whatever_each_has_measured(ranks):
     assert "keep" in one
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_sequential_recomputes_runs_in_runs_where_that_is_less(stage):
     """Of 16 blocks the inputs alone would take more than the budget."""

@@ -155,6 +155,7 @@ def refuses_other_blocks(folder):
     assert same(engine.full_state_dict(), before) == []
 
 
+@pytest.mark.long
 def test_8_bit_states_get_new_blocks_by_way_of_32_bits_alone(ranks, tmp_path):
     [(want, *_), *_] = ranks(2, save, tmp_path, 2, "8-bit")
     ranks(1, refuses_other_blocks, tmp_path)

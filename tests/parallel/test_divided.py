@@ -63,7 +63,7 @@ def steady_adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
 
 
-FAST = {("Llama", 2, 2), ("Mixtral", 2, 2)}
+FAST = {("Mixtral", 2, 2)}
 MORE_RANKS = ("Llama, tied", "Gemma")
 """Models that are divided over 4 tensor ranks as well, some of which share heads of keys then."""
 OTHERS = ("Qwen3, tied", "Gemma 2", "GPT-2", "T5")

@@ -54,7 +54,7 @@ def loss_of(model, number, own=slice(None)):
     return model(**batches()[number]).loss  # there are no data-parallel ranks
 
 
-@pytest.mark.long_where(name=["Llama"])
+@pytest.mark.long_where(name=["Llama", "Gemma 2"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3, tied", "Gemma 2"])
 def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
     kind = Kind(functools.partial(build, name), loss_of, None, BATCH)
@@ -159,6 +159,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long_where(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks()

@@ -73,6 +73,7 @@ class Halves:
         return {name: self.engine.full_gradient(name).clone() for name in names}
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_second_halves_add_to_first_ones_and_gather_nothing(stage):

@@ -196,7 +196,7 @@ def dequantized_base(kind):
     ("kind", "adapters", "config"),
     [
         ("nf4 twice", True, {"stage": 3}),
-        ("int8", False, {"stage": 3}),
+        pytest.param("int8", False, {"stage": 3}, marks=pytest.mark.long),
         pytest.param("nf4 twice", True, {"stage": 3, **PARTS}, marks=pytest.mark.long),
     ],
 )
@@ -338,7 +338,7 @@ def test_codes_that_are_to_be_trained_are_refused():
 # ----------------------------------------------------------------------------------------------- a stream
 
 
-@pytest.mark.long_where(kind=["nf4 twice in float32"])
+@pytest.mark.long_where(kind=["nf4 twice in float32", "int8"])
 @pytest.mark.parametrize(
     ("kind", "adapter", "merge_adapters"),
     [

@@ -83,6 +83,7 @@ class Pair(nn.Linear):
         return super().forward(value), value
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_what_a_chunk_cannot_hand_on_is_an_error_where_it_is_computed():
     model = nn.Sequential(Pair(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
@@ -120,36 +121,38 @@ HABITS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.long_where(habit=["checkpoints", "ignored"])
+@pytest.mark.parametrize("habit", HABITS)
 @on_ranks(2)
-def test_habits_give_what_they_give_in_one_process():
-    for habit, (change, config) in HABITS.items():
-        model, part = build("llama"), build("llama")
-        if is_rounded := habit == "autocast":
-            model, part = model.float(), part.float()
-        engine = start(part, {"clip_grad_norm": None, **PIPELINE, **config})
+def test_habits_give_what_they_give_in_one_process(habit):
+    change, config = HABITS[habit]
+    model, part = build("llama"), build("llama")
+    if is_rounded := habit == "autocast":
+        model, part = model.float(), part.float()
+    engine = start(part, {"clip_grad_norm": None, **PIPELINE, **config})
 
-        def inside(is_rounded=is_rounded):
-            return torch.autocast("cpu", torch.bfloat16) if is_rounded else nullcontext()
+    def inside():
+        return torch.autocast("cpu", torch.bfloat16) if is_rounded else nullcontext()
 
-        def loss_of(model, inputs, labels, inside=inside):
-            with inside():
-                return language_loss(model, inputs, labels)
+    def loss_of(model, inputs, labels):
+        with inside():
+            return language_loss(model, inputs, labels)
 
-        def batches(change=change, model=model):
-            for number in range(STEPS):
-                change(model, number)
-                yield {"input_ids": tokens_of(number)}, tokens_of(number)
-
-        losses = []
+    def batches():
         for number in range(STEPS):
-            change(engine.module, number)
-            with inside():
-                losses.append(engine.train_batch({"input_ids": tokens_of(number)}, tokens_of(number)).item())
-        want, _ = train_plainly(model, batches(), loss_of, num=2, max_norm=config.get("clip_grad_norm"))
-        apart = {"rel": 2e-3, "absolute": 2e-3} if is_rounded else {}
-        parameters = dict(model.named_parameters())
-        agree([(losses, [], parameters_of(engine))], (want, [], parameters), **apart, whole=False)
-        engine.close(restore=False)
+            change(model, number)
+            yield {"input_ids": tokens_of(number)}, tokens_of(number)
+
+    losses = []
+    for number in range(STEPS):
+        change(engine.module, number)
+        with inside():
+            losses.append(engine.train_batch({"input_ids": tokens_of(number)}, tokens_of(number)).item())
+    want, _ = train_plainly(model, batches(), loss_of, num=2, max_norm=config.get("clip_grad_norm"))
+    apart = {"rel": 2e-3, "absolute": 2e-3} if is_rounded else {}
+    parameters = dict(model.named_parameters())
+    agree([(losses, [], parameters_of(engine))], (want, [], parameters), **apart, whole=False)
+    engine.close(restore=False)
 
 
 @on_ranks(2)

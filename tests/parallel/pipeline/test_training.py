@@ -39,7 +39,7 @@ LAYOUTS = {
 """Ranks, mesh, pipeline and stage, by model."""
 
 
-@pytest.mark.long_where(name=["mixtral", "llama"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_model_trains_as_in_one_process(ranks, name):
     num_ranks, mesh, pipeline, stage = LAYOUTS[name]
