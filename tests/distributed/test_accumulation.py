@@ -173,7 +173,9 @@ def two_backwards(model, forget):
     square_loss(model, 1).backward()
 
 
-@pytest.mark.parametrize(("num_ranks", "precision"), [(2, {}), (1, {"main_dtype": "bf16"})])
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [(2, {}), pytest.param(1, {"main_dtype": "bf16"}, marks=pytest.mark.long)]
+)
 @on_ranks(timeout=120)
 def test_gradients_that_were_forgotten_do_not_come_back(precision):
     """1e-6: the sum of two micro-batches is divided by the number of ranks; DDP divides before.

@@ -217,7 +217,7 @@ def second_backward_after_a_step(model, optimizer):
     late.backward()
 
 
-@on_ranks(pytest.param(1, marks=pytest.mark.long), 2)
+@on_ranks(1, 2)
 def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
     for way in (step_between, step_and_forward_between, second_backward_after_a_step):
         plain = Stemmed()

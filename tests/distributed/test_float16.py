@@ -138,6 +138,7 @@ def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace():
     return found
 
 
+@pytest.mark.long_where(scale=["dynamic"])
 @pytest.mark.parametrize(("scale", "num_lower", "least"), [(1024, 0, 1024.0), ("dynamic", 16, 1.0)])
 @on_ranks(2)
 def test_an_overflow_that_no_lower_scale_can_cure_is_warned_of_or_an_error(scale, num_lower, least):

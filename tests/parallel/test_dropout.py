@@ -133,7 +133,7 @@ def with_masks(found, steps, parts=PARTS):
 
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "tp", "stage"), [(2, 2, 3), (4, 2, 1)])
-@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("by_sequence", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
     ranks, num_ranks, tp, stage, by_sequence
 ):

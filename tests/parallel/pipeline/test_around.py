@@ -14,6 +14,7 @@ from torch import nn
 import zeroshard
 from tests.parallel.pipeline.runs import build as language_model
 from tests.parallel.pipeline.runs import sgd, train_plainly
+from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.profile import SampleBatch
@@ -121,18 +122,18 @@ class Named(nn.Sequential):
         super().__init__(*layers())
 
 
-def of_sequences():
-    options = {"trace": True, "split": ["2"]}
-    traced = trained(start(lambda: Residual(*layers()), **options))
-    return message_of(ValueError, start, lambda: Residual(*layers())), traced, trained(start(Named))
+@on_ranks(2)
+def test_a_sequence_with_a_forward_of_its_own_is_refused():
+    message = message_of(ValueError, start, lambda: Residual(*layers()))
+    assert "got a Residual: it is a Sequential with a forward of its own. pipeline.trace=True" in message
+    assert trained(start(Named)) == pytest.approx(plain(Named), rel=1e-6)
 
 
-def test_a_sequence_with_a_forward_of_its_own_is_refused_and_a_trace_cuts_it(ranks):
-    want, plainly = plain(lambda: Residual(*layers())), plain(Named)
-    for message, traced, losses in ranks(2, of_sequences):
-        assert "got a Residual: it is a Sequential with a forward of its own. pipeline.trace=True" in message
-        assert traced == pytest.approx(want, rel=1e-6)
-        assert losses == pytest.approx(plainly, rel=1e-6)
+@pytest.mark.long
+@on_ranks(2)
+def test_a_trace_cuts_a_sequence_with_a_forward_of_its_own():
+    losses = trained(start(lambda: Residual(*layers()), trace=True, split=["2"]))
+    assert losses == pytest.approx(plain(lambda: Residual(*layers())), rel=1e-6)
 
 
 # -------------------------------------------------------------------------- attributes of other chunks
@@ -202,19 +203,17 @@ def with_norms(copies=False):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), other)
 
 
-def with_buffers():
+def with_copies():
+    return with_norms(copies=True)
+
+
+@on_ranks(2)
+def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not():
     message = message_of(ValueError, start, with_norms, split=["2"])
-    return message, trained(start(lambda: with_norms(copies=True), split=["2"])), trained(start(with_table))
-
-
-def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not(ranks):
-    copies, table = plain(lambda: with_norms(copies=True)), plain(with_table)
-    for message, norms, tables in ranks(2, with_buffers):
-        assert message.startswith(
-            "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
-        )
-        assert norms == pytest.approx(copies, rel=1e-6)
-        assert tables == pytest.approx(table, rel=1e-6)
+    text = "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
+    assert message.startswith(text)
+    assert trained(start(with_copies, split=["2"])) == pytest.approx(plain(with_copies), rel=1e-6)
+    assert trained(start(with_table)) == pytest.approx(plain(with_table), rel=1e-6)
 
 
 def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused():
@@ -240,7 +239,9 @@ def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
 # ------------------------------------------------------------------------------------ edits in place
 
 
-ACT = nn.Tanh()
+def one_activation():
+    act = nn.Tanh()
+    return nn.Sequential(*(module for layer in layers() for module in (layer[0], act)))
 
 
 def one_block():
@@ -255,23 +256,14 @@ def norms():
 
 MODELS = {
     "relu": (lambda: nn.Sequential(nn.ReLU(inplace=True), *layers()), "zb-h1"),
-    "an activation in several places": (
-        lambda: nn.Sequential(*(module for layer in layers() for module in (layer[0], ACT))),
-        "interleaved",
-    ),
+    "an activation in several places": (one_activation, "interleaved"),
     "one block for all chunks": (one_block, "interleaved"),
     "running statistics": (norms, "varuna"),
 }
 
 
-def sequences(case):
-    make, schedule = MODELS[case]
-    return trained(start(make, schedule))
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_a_sequence_trains_as_in_one_process(ranks, case):
+@on_ranks(2)
+def test_a_sequence_trains_as_in_one_process():
     """Layers that edit their input, and modules in several places."""
-    want = plain(MODELS[case][0])
-    for losses in ranks(2, sequences, case):
-        assert losses == pytest.approx(want, rel=1e-6)
+    for case, (make, schedule) in MODELS.items():
+        assert trained(start(make, schedule)) == pytest.approx(plain(make), rel=1e-6), case

@@ -105,7 +105,7 @@ def export(folder, layout, name):
     return parameters_of(engine)
 
 
-@pytest.mark.long_where(layout=["pp 2 x tp 2"])
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "name"), [("pp 2", "tied gpt"), ("pp 2 x tp 2", "llama")])
 def test_transformers_reads_the_whole_model_that_pipeline_ranks_have_trained(ranks, tmp_path, layout, name):
     found = {}
