@@ -104,7 +104,7 @@ def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         )
 
 
-@pytest.mark.long_where(kind=["T5", "Mixtral", "Bert"])
+@pytest.mark.long_where(kind=["GPT2", "T5", "Mixtral", "Bert"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind):
     folder, state, logits = trained(kind)
@@ -416,18 +416,6 @@ def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks,
         *("config.json", "generation_config.json", "model.safetensors")
     }
     assert_equal(load("Llama", tmp_path / "there").state_dict(), build("Llama").state_dict())
-
-
-def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys):
-    export = "export", trained("Llama")[0] / "checkpoint"
-    with full(10_000):
-        code, said = failure(capsys, *export, tmp_path / "full")
-    assert (code, not list((tmp_path / "full").iterdir())) == (1, True)
-    assert "File too large" in said
-    (tmp_path / "file").touch()
-    code, said = failure(capsys, *export, tmp_path / "file")
-    assert code == 1
-    assert f"'{tmp_path / 'file'}': expected a folder that can be made and written to" in said
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):

@@ -283,28 +283,3 @@ def test_a_directory_of_such_a_name_that_holds_no_checkpoint_is_left_alone(tmp_p
         assert read(find(tmp_path, "run")) == content
     Save(tmp_path, "other", "last", keep_last=1)()
     assert (tmp_path / "run.0" / "notes").read_text() == "the user's"
-
-
-def test_a_link_in_the_place_of_the_directory_is_followed_and_a_save_leaves_its_target_alone(tmp_path):
-    folder = tmp_path / "folder"
-    Save(folder, "a", "content")()
-    (folder / "a.0").rename(tmp_path / "elsewhere")
-    (folder / "a.0").symlink_to(tmp_path / "elsewhere")
-    assert read(find(folder, "a")) == "content"
-    Save(folder, "a", "next")()
-    assert read(find(folder)) == "next"
-    assert not hidden(folder)
-    assert read(tmp_path / "elsewhere") == "content"
-
-
-def test_a_save_that_meets_the_file_of_another_tag_in_its_place_leaves_that_alone(tmp_path):
-    """Of two engines that save at once: the one saves v1 for the second time, the other one v1.1."""
-    Save(tmp_path, "v1", "first")()
-    place = open_place(tmp_path, "v1")
-    (place.temporary / MANIFEST).write_text("second")
-    Save(tmp_path, "v1.1", "of another tag")()
-    with pytest.raises(OSError, match=r"v1\.1"):
-        commit(place, None)
-    discard(place)
-    assert read(find(tmp_path, "v1.1")) == "of another tag"
-    assert read(find(tmp_path, "v1")) == "first"

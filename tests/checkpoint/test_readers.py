@@ -1,6 +1,5 @@
 """A checkpoint is one of torch.distributed.checkpoint: torch alone reads it."""
 
-import io
 import os
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.checkpoint.runs import read_whole, start, state, train, write
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.places import Box, file_of
-from zeroshard.checkpoint.save import find_elements, write_part
+from zeroshard.checkpoint.save import write_part
 from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpoint
 from zeroshard.stores.store import TierMemory
 
@@ -35,7 +34,7 @@ def saved(folder, config):
 def checkpoint(ranks, tmp_path_factory):
     """The directory of a checkpoint, and all tensors that it must hold in their full shapes."""
     folder = tmp_path_factory.mktemp("saved")
-    want = ranks(4, saved, folder, {"stage": 3, "shard_group_size": 2})[0]
+    want = ranks(2, saved, folder, {"stage": 3})[0]
     return find(folder, "here"), want
 
 
@@ -95,13 +94,6 @@ def test_views_single_values_and_empty_tensors_come_back_to_the_bit(tmp_path, dt
             assert (found.dtype, found.shape) == (dtype, tensor.shape)
             assert torch.equal(raw(found), raw(tensor))
     assert (directory / "__0_0.distcp").stat().st_size < 3 * 2048 + memory.nbytes
-
-
-def test_elements_are_found_in_the_archive_of_their_tensor():
-    archive = io.BytesIO()
-    torch.save(torch.full((300,), 2, dtype=torch.uint8), archive)
-    start = find_elements(archive)
-    assert archive.getvalue()[start : start + 300] == bytes([2]) * 300
 
 
 def test_the_file_of_a_rank_is_synced_when_all_of_it_is_written(tmp_path, monkeypatch):

@@ -107,20 +107,6 @@ def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_change
     assert found == []
 
 
-@on_ranks(1)
-def test_a_plain_loop_counts_its_steps_too(tmp_path):
-    engine = start(3)
-    for number in range(2):
-        token_loss(engine, number).backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        engine.save_checkpoint(tmp_path)
-    assert (engine.global_step, sorted(path.name for path in tmp_path.iterdir() if path.is_file())) == (
-        2,
-        ["latest", "step-1", "step-2"],
-    )
-
-
 @on_ranks(2)
 def test_a_copy_that_fails_on_one_rank_at_once_or_when_the_device_comes_to_it_fails_on_all(tmp_path):
     engine, original = start(3), Saver.copied
@@ -148,35 +134,12 @@ def test_a_copy_that_fails_on_one_rank_at_once_or_when_the_device_comes_to_it_fa
 
 
 @on_ranks(2)
-def test_uneven_forwards_go_on_beside_a_save_where_parameters_are_replicated(tmp_path):
-    engine = start(1)
-    train(engine, [0])
-    engine.save_checkpoint(tmp_path, blocking=False)
-    for number in range(1, 4):
-        if dist.get_rank() == 0:
-            token_loss(engine, number)  # nothing is exchanged in a forward at stage 1
-        train(engine, [number])
-    assert engine.global_step == 4
-
-
-@on_ranks(2)
 def test_client_state_holds_no_slices(tmp_path):
     engine = start(3)
     slice_of = next(iter(engine.parameters()))
     message = refusal(lambda: engine.save_checkpoint(tmp_path, client_state={"best": [slice_of]}), ValueError)
     assert "client_state['best'][0]: expected tensors" in message
     assert "got zeroshard.parameters.sharded.ShardedParameter" in message
-
-
-@on_ranks(1)
-def test_what_was_loaded_in_inference_mode_trains(tmp_path):
-    engine = start(3)
-    train(engine, [0])
-    engine.save_checkpoint(tmp_path)
-    other = start(3, seed=1)
-    with torch.inference_mode():
-        other.load_checkpoint(tmp_path)
-    assert train(other, [1, 2]) == train(engine, [1, 2])
 
 
 class Stubborn(nn.Linear):

@@ -4,7 +4,6 @@ import math
 import random
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 import zeroshard
 from tests.checkpoint.runs import (
     differences,
-    from_all,
     refusal,
     start,
     state,
@@ -52,26 +50,6 @@ def test_float16_goes_on_with_its_loss_scale_and_counters(tmp_path):
     assert found == []
     assert (scale.value, scale.num_steps) == (32768.0, 1)  # halved by step 1, followed by a good one
     assert steps == (2, 1)
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_a_fixed_loss_scale_and_other_precisions_keep_their_own(tmp_path):
-    """The scale that a run asks for is not replaced by the one that another run had come to."""
-    half = {"stage": 3, "precision": {"param_dtype": "fp16"}}
-    engine = start(half)
-    train(engine, BEFORE, overflowing_loss)
-    engine.save_checkpoint(tmp_path)
-    scales = []
-    for scale in (128.0, None):
-        precision = {"param_dtype": "fp16", "loss_scale": scale} if scale else {}
-        engine = start({"stage": 3, "precision": precision}, seed=1)
-        engine.load_checkpoint(tmp_path)
-        scales.append(engine.loss_scale)
-    engine.save_checkpoint(tmp_path)  # without a loss scale
-    engine = start(half, seed=1)
-    engine.load_checkpoint(tmp_path)
-    assert [*scales, engine.loss_scale] == [128.0, 1.0, 65536.0]
 
 
 def as_float32(found):
@@ -133,31 +111,6 @@ def test_in_the_middle_of_a_step_nothing_is_saved_and_loading_drops_it(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ buffers
-
-
-@on_ranks(2)
-def test_all_ranks_load_the_buffers_of_rank_0(tmp_path):
-
-    def begin(seed):
-        torch.manual_seed(seed)
-        return start(3, model=nn.Sequential(nn.Linear(7, 30), nn.BatchNorm1d(30), nn.Linear(30, 3)))
-
-    def loss(engine, number):
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        return engine(torch.randn(5, 7, generator=generator)).square().mean()
-
-    engine = begin(0)
-    train(engine, BEFORE, loss)
-    engine.save_checkpoint(tmp_path)
-    saved = from_all({name: value.clone() for name, value in engine.named_buffers()})
-    assert not torch.equal(saved[0]["1.running_mean"], saved[1]["1.running_mean"])
-    want = train(engine, AFTER, loss)
-    engine = begin(1)
-    engine.load_checkpoint(tmp_path)
-    for name, value in engine.named_buffers():
-        assert torch.equal(value, saved[0][name]), name
-    assert engine.get_buffer("1.num_batches_tracked") == len(BEFORE)
-    assert train(engine, AFTER, loss) == want
 
 
 class Extra(nn.Linear):

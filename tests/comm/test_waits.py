@@ -70,7 +70,7 @@ def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(kind):
 
 @on_ranks(2)
 def test_the_text_of_the_backend_is_not_printed_beside_ours():
-    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=0.5)
+    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=0.2)
     if axis.rank == 1:
         return
     with pytest.raises(RuntimeError) as caught:

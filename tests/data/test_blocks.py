@@ -7,17 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed
+from hypothesis import given
 from torch.utils.data import default_collate
 
 from blocks import (
     Blocks,
     Collator,
     TextDatasets,
+    best_fit,
     check_separation,
     collator,
+    cut,
     evaluation_batches,
     text_datasets,
 )
@@ -108,20 +113,6 @@ def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
         check_separation(build("llama"), default_collate)  # which leaves use_cache to the model
 
 
-def test_flash_attention_gets_one_row(tmp_path: Path) -> None:
-    file = write(tmp_path, ["abc"] * 9)
-    blocks = text_datasets(file, Bytes(), seq_len=8, held_out=0, cache_dir=tmp_path / "cache").train
-    model = build("llama")
-    assert collator(model)(all_of(blocks)[:3])["position_ids"].shape == (3, 8)
-    model.config._attn_implementation = "flash_attention_2"
-    batch = collator(model)(all_of(blocks)[:3])
-    assert {key: value.shape for key, value in batch.items() if key != "use_cache"} == {
-        "input_ids": (1, 24),
-        "labels": (1, 24),
-        "position_ids": (1, 24),
-    }
-
-
 # ------------------------------------------------------------------------------------------ weights of losses
 
 
@@ -188,3 +179,31 @@ def documents_of(blocks: Blocks) -> list[str]:
         for start, end in itertools.pairwise([*starts, blocks.seq_len]):
             found.append(bytes(block["input_ids"][start:end].tolist()).decode())
     return [text for text in found if text.strip("\0")]
+
+
+# ------------------------------------------------------------------------------------------ pieces and blocks
+
+LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40).map(np.array)
+
+
+@given(LENGTHS, st.integers(2, 12))
+def test_each_token_but_the_first_of_a_document_is_a_label_once(lengths: np.ndarray, seq_len: int) -> None:
+    starts = np.cumsum(lengths) - lengths
+    pieces = cut(starts, lengths, seq_len)
+    labels = [at for start, length in pieces for at in range(start + 1, start + length)]
+    firsts = set(starts.tolist())
+    assert labels == [at for at in range(lengths.sum()) if at not in firsts]
+    assert ((pieces[:, 1] >= 2) & (pieces[:, 1] <= seq_len)).all()
+
+
+@given(st.lists(st.integers(2, 16), max_size=60).map(lambda values: np.array(values, dtype=np.int64)))
+def test_blocks_hold_each_piece_once_and_no_two_blocks_could_be_one(lengths: np.ndarray) -> None:
+    packed = best_fit(lengths, 16)
+    assert sorted(packed.order.tolist()) == list(range(len(lengths)))
+    sums = [
+        lengths[packed.order[first:end]].sum()
+        for first, end in zip(packed.firsts[:-1], packed.firsts[1:], strict=True)
+    ]
+    assert all(0 < total <= 16 for total in sums)
+    # A new block is begun only for a piece that fits into none, so no two blocks could be one.
+    assert all(one + other > 16 for one, other in itertools.pairwise(sorted(sums)))

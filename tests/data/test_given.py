@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 import zeroshard
 from tests.ranks import on_ranks
-from zeroshard.data.loader import EpochLoader, GivenLoader, refuse_generators, warn_of_same_samples
+from zeroshard.data.loader import GivenLoader, refuse_generators, warn_of_same_samples
 
 CPU = torch.device("cpu")
 
@@ -79,9 +79,6 @@ LOADERS = {
     "stateful": lambda: stateful(Numbers(11), batch_size=2),
     "stateful, shuffled": lambda: stateful(Numbers(11), batch_size=2, shuffle=True),
     "stateful, distributed": lambda: with_sampler(stateful),
-    "stateful, torch's sampler": lambda: stateful(
-        Numbers(11), batch_size=2, sampler=torch.utils.data.RandomSampler(Numbers(11))
-    ),
     "stateful stream": lambda: stateful(Stream(), batch_size=2),
     "stateful, workers": lambda: stateful(Numbers(11), batch_size=2, shuffle=True, num_workers=2),
 }
@@ -156,28 +153,6 @@ def test_a_place_between_two_epochs_goes_on_with_the_next_one():
     resumed.load_state_dict(first.state_dict())
     torch.set_rng_state(random)
     assert [[batch.tolist() for batch in resumed] for _ in range(2)] == epochs[2:]
-
-
-def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
-    first = GivenLoader(with_sampler(stateful), CPU)
-    run(first, 2)
-    again = GivenLoader(with_sampler(stateful), CPU)
-    again.load_state_dict(first.state_dict())
-    assert again.state_dict()["own"] == first.state_dict()["own"]
-    assert again.num_epochs == 0
-    assert len(again) == 6
-
-
-def test_the_end_of_an_older_iteration_is_not_that_of_the_newest():
-    given = GivenLoader([torch.zeros(1)] * 2, CPU)
-    older = iter(given)
-    next(older)
-    newer = iter(given)
-    next(newer)
-    assert len(list(older)) == 1
-    assert not given._place.is_over
-    assert len(list(newer)) == 1
-    assert given._place.is_over
 
 
 def test_a_loop_that_leaves_an_epoch_early_begins_the_next_one():
@@ -363,15 +338,6 @@ def test_a_pipeline_needs_a_dataset():
         ValueError, match=r"^training_data: got a StatefulDataLoader with mesh\.pp=2: expected a Dataset"
     ):
         zeroshard.initialize(nn.Linear(1, 1), None, {"mesh": {"pp": 2}}, training_data=loader)
-
-
-def test_a_dataset_that_has_grown_has_all_its_samples_in_the_next_epoch():
-    data = Numbers(4)
-    loader = EpochLoader(data, rank=0, num_ranks=1, device=CPU, batch_size=2)
-    assert len(list(loader)) == 2
-    data.length = 8
-    assert len(list(loader)) == 4
-    assert (loader.state_dict()["position"], loader.state_dict()["num_samples"]) == (8, 8)
 
 
 # ------------------------------------------------------- the same samples on all ranks

@@ -35,7 +35,7 @@ from tests.distributed.training import (
 )
 from tests.ranks import on_ranks
 
-NUM_STEPS, K = 3, 3
+K = 3
 
 
 def in_one_backward(model, numbers, scale):
@@ -88,7 +88,7 @@ def test_zero_grad_forgets_local_sums_and_starts_the_count_again():
     """As in a run that never had what was forgotten."""
     for stage in STAGES:
         runs = []
-        for wasted in (0, 1, 2):
+        for wasted in (0, 2):
             engine, _ = start(small_gpt(), stage=stage, gradient_accumulation_steps=K)
             for number in range(wasted):
                 engine.backward(token_loss(engine, 10 + number))
@@ -116,33 +116,6 @@ def pair(*scales):
     """Two engines; a loss scale stands for float16."""
     half = [{"param_dtype": "fp16", "loss_scale": scale} if scale else {} for scale in scales]
     return [start(net(seed), units=["Linear"], precision=precision)[0] for seed, precision in enumerate(half)]
-
-
-@on_ranks(2)
-def test_one_plain_backward_over_the_losses_of_two_engines_is_one_for_each():
-    together, apart, found = pair(None, None), pair(None, None), []
-    for number in range(2):
-        sum(loss_of(engine, number) for engine in together).backward()
-        for one, other in zip(together, apart, strict=True):
-            other.backward(loss_of(other, number))
-            found += unequal("gradients", full_gradients(one), full_gradients(other))
-            assert one.step() == other.step()
-            found += differences("parameters", finish(one, []), finish(other, []))
-    return found
-
-
-@on_ranks(2)
-def test_a_scaled_backward_may_come_through_a_frozen_engine():
-    """The gradients of an engine in float16 whose loss comes through another engine, and without a scale."""
-    found = []
-    for scales in ((None, None), (2.0**8, None), (2.0**8, 2.0**8)):
-        first, second = pair(*scales)
-        second.requires_grad_(False)
-        first.backward(second(first(numbers(0, 4, 7)).float()).float().square().mean())
-        found.append(full_gradients(first))
-    for half in found[1:]:
-        for name, gradient in found[0].items():
-            torch.testing.assert_close(half[name], gradient, atol=1e-2, rtol=1e-2)
 
 
 @on_ranks(2)
@@ -200,7 +173,9 @@ def two_backwards(model, forget):
     square_loss(model, 1).backward()
 
 
-@pytest.mark.parametrize(("num_ranks", "precision"), [(2, {}), (1, {"main_dtype": "bf16"})])
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [(2, {}), pytest.param(1, {"main_dtype": "bf16"}, marks=pytest.mark.long)]
+)
 @on_ranks(timeout=120)
 def test_gradients_that_were_forgotten_do_not_come_back(precision):
     """1e-6: the sum of two micro-batches is divided by the number of ranks; DDP divides before.

@@ -268,12 +268,10 @@ def test_wrong_arguments_are_refused_on_all_ranks():
         zeroshard.EMA(engine, DECAY, name="late")
 
 
-@pytest.mark.long_where(parameters=["nvme"])
-@pytest.mark.parametrize("parameters", ["none", "nvme"])
 @on_ranks(2)
-def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
+def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path):
     """Averages in files, in ranges of a block; then a checkpoint of them."""
-    offload = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
+    offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "NEAR_BYTES", 1024)
         found = averages_of((3,), offload=offload)
@@ -319,26 +317,3 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     with ema.applied():
         shown = engine.full_state_dict()
     return list(unequal("begun anew", shown, engine.full_state_dict()))
-
-
-@on_ranks(2)
-def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
-    """An evaluation between the micro-batches of a step changes nothing of it."""
-    found = []
-    for stage in SOME_STAGES:
-        states = []
-        for evaluates in (False, True):
-            engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
-            ema = zeroshard.EMA(engine, DECAY)
-            for number in range(4):
-                train(engine, number)
-                if evaluates:
-                    with ema.applied(), torch.inference_mode():
-                        engine.eval()(numbers(9, 4, 7))
-                    engine.train()
-            with ema.applied():
-                shown = engine.full_state_dict()
-            states.append({f"average of {name}": value for name, value in shown.items()})
-            states[-1] |= engine.full_state_dict()
-        found += unequal(f"stage {stage}", *states)
-    return found

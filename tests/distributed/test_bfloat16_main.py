@@ -5,7 +5,6 @@ import json
 import warnings
 import zlib
 from itertools import product
-from typing import ClassVar
 
 import bitsandbytes
 import pytest
@@ -226,26 +225,6 @@ def test_a_step_that_fails_leaves_parameters_gradients_and_groups_as_they_were()
         assert torch.equal(p.grad, gradient)
 
 
-class Seeing(AdamW8bit):
-    """A class of zeroshard's by its module; it notes the dtypes of the parameters that its steps change."""
-
-    seen: ClassVar = set()
-
-    def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.seen.update(p.dtype for p in parameters if p.grad is not None)
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_an_8bit_optimizer_of_ours_steps_bfloat16_as_it_is():
-    model, kind = build(), type("Seeing", (Seeing,), {"__module__": "zeroshard.seeing"})
-    torch.manual_seed(SEED)
-    engine = of_unknown(model, kind(model.parameters(), lr=1e-3), stage=2)
-    train(engine)
-    assert (unequal(engine, by_hand("AdamW8bit", build())), Seeing.seen) == ([], {torch.bfloat16})
-
-
 # ------------------------------------------------------- small updates, accumulation, clipping, skipped steps
 
 
@@ -318,19 +297,6 @@ def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_
         other = start("SGD", seed=5)
         said = caught(other.load_checkpoint, tmp_path)
         assert seed == other._guard.rounding.seed if seed else f"{MANIFEST}: damaged (" in said
-
-
-@on_ranks(2)
-def test_zero_grad_drops_sums_and_a_plain_step_takes_them():
-    for stage in (1, 3):
-        engine = start("SGD", stage, gradient_accumulation_steps=3)
-        engine.backward(engine(0))
-        engine.step()
-        engine.zero_grad()
-        assert not engine.memory_report().gradients
-        engine.backward(3 * engine(0))
-        engine.optimizer.step()  # before the last micro-batch
-        assert not unequal(engine, by_hand("SGD", build(), [0])), stage
 
 
 @on_ranks(2)

@@ -121,7 +121,7 @@ def trained(kind):
 
 @pytest.mark.parametrize(
     ("num_ranks", "kind"),
-    [(2, "AdamW"), (2, "PagedLion"), *(pytest.param(4, kind, marks=pytest.mark.long) for kind in KINDS)],
+    [(2, "AdamW"), *(pytest.param(4, kind, marks=pytest.mark.long) for kind in KINDS)],
 )
 def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks(ranks, num_ranks, kind):
     plain = getattr(bnb, f"{kind.removeprefix('Paged')}8bit")

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.distributed.training import (
     ALL_STAGES,
+    STAGES,
     differences,
     distance_of_all,
     finish,
@@ -27,7 +28,7 @@ from tests.distributed.training import (
 from tests.operators import Operators
 from tests.ranks import on_ranks
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.stepping.clipping import global_norm, own_gradients, scale_
+from zeroshard.stepping.clipping import own_gradients, scale_
 
 MAX_NORM = 0.3
 
@@ -51,7 +52,7 @@ def test_clipping_is_that_of_torch_on_ddp_and_the_same_to_the_bit_at_all_stages(
     want, wanted_norms = in_ddp(model, 3)
     runs, norms, found = {}, {}, []
     for stage in ALL_STAGES:
-        for way in ("config", "method", "engine.step"):
+        for way in ("config", "method", "engine.step")[: 3 if stage == 3 else 1]:
             options = {} if way == "method" else {"clip_grad_norm": MAX_NORM}
             engine, made = start(copy.deepcopy(model), stage=stage, **options)
             assert engine.grad_norm is None
@@ -90,7 +91,7 @@ def test_gradients_are_scaled_by_the_factor_of_torch_and_only_when_the_norm_is_t
     token_loss(replica, 0).backward()
     torch.nn.utils.clip_grad_norm_(replica.parameters(), MAX_NORM)
     want = flat_gradients(replica)
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         engine, _ = start(copy.deepcopy(model), stage=stage)
         token_loss(engine, 0).backward()
         before = full_gradients(engine)
@@ -182,25 +183,6 @@ def test_gradients_of_bfloat16_are_scaled_in_float32():
     want = [(grad.float() * factor).bfloat16() for grad in grads]
     scale_(grads, factor)
     assert all(map(torch.equal, grads, want))
-
-
-@on_ranks(2)
-def test_gradients_that_the_user_replaced_count_like_the_others():
-    """A gradient of the user's is clipped like the others, and found where it is not finite."""
-    engine = trained(4, 3)
-    own = [p for p in engine.parameters() if p.numel()]
-    own[0].grad = torch.full_like(own[0].grad, 3.0)
-    want = torch.cat([p.grad for p in own]).double().square().sum()
-    norm = engine._axes.dp_shard.sum(want, "test").sqrt()
-    got = engine.clip_grad_norm_(1.0)
-    clipped = torch.allclose(own[0].grad, 3.0 / got)
-    finite = [bool(global_norm(engine._runtime).isfinite())]
-    own[0].grad[-1] = math.nan
-    finite.append(bool(global_norm(engine._runtime).isfinite()))
-    off = abs(got.item() / norm.item() - 1)
-    assert off <= 1e-6
-    assert clipped
-    assert finite == [True, False]
 
 
 @pytest.mark.gpu

@@ -60,16 +60,6 @@ def turn(net, number):
         net.requires_grad_(True)
 
 
-@on_ranks(2)
-def test_what_is_frozen_under_unsharded_stays_frozen():
-    model = Tiny()
-    engine, _ = start(model)
-    with engine.unsharded(model.inner):
-        model.inner.requires_grad_(False)
-    square_loss(engine, 0).backward()
-    assert {name for name, p in engine.named_parameters() if p.grad is None} == {"inner.weight", "inner.bias"}
-
-
 def by_turns(model, number):
     turn(plain(model), number)
     return square_loss(model, number)

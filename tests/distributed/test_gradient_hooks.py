@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
@@ -73,23 +72,6 @@ def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(where):
         register(engine.get_parameter("table"))
     square_loss(engine, 0).backward()
     assert torch.equal(full_gradients(engine)["table"], want)
-
-
-@on_ranks(2)
-def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one():
-    engine, _ = start(Layered(), "SGD", stage=3)
-    called, ended = [], []
-    with engine.unsharded():
-        parameter = dict(engine.module.named_parameters())["table"]
-        parameter.register_hook(lambda gradient: called.append(gradient.shape))
-        parameter.register_post_accumulate_grad_hook(ended.append)
-        copy.deepcopy(parameter).register_hook(print)
-        shape = parameter.shape
-    square_loss(engine, 0).backward()
-    table = dict(engine.named_parameters())["table"]
-    assert called == [shape]
-    assert len(ended) == 1
-    assert ended[0] is table
 
 
 def take_away(parameter):

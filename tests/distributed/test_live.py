@@ -125,7 +125,7 @@ def test_prompts_and_wrong_arguments_are_refused_by_name():
 
 @on_ranks(2)
 def test_one_unit_is_held_at_a_time():
-    engine, _ = start(build("Llama", num_blocks=6), stage=3)
+    engine, _ = start(build("Llama", num_blocks=3), stage=3)
     largest = 4 * max(unit.numel for unit in engine.units)
     total, before, most = 4 * sum(unit.numel for unit in engine.units), live_bytes(), 0
     sent = []

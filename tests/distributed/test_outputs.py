@@ -78,37 +78,29 @@ def test_a_unit_with_parameters_of_its_own_hides_no_tensor_along_with_another_on
 # ------------------------------------------------------------------------------ beside what a forward returns
 
 
-ASIDE = {
-    "view": lambda weight: weight[0],
-    "parameter itself": lambda weight: weight,
-    "iterator": lambda weight: iter([weight[0]]),
-}
-
-
 class Aside(nn.Module):
-    """Puts its weight aside, in an attribute; an iterator is among its outputs, too."""
+    """Puts its weight, or a part of it, aside in an attribute."""
 
-    def __init__(self, how):
+    def __init__(self, part):
         super().__init__()
-        self.linear, self.inner, self.how = nn.Linear(WIDTH, WIDTH), nn.Identity(), how
+        self.linear, self.inner, self.part = nn.Linear(WIDTH, WIDTH), nn.Identity(), part
         self.kept = None
 
     def forward(self, x):
-        self.kept = ASIDE[self.how](self.linear.weight)
-        return torch.tanh(self.linear(x)), self.kept if self.how == "iterator" else None
+        self.kept = self.linear.weight[0] if self.part else self.linear.weight
+        return torch.tanh(self.linear(x))
 
 
 class KeepsAside(nn.Module):
-    def __init__(self, how):
+    def __init__(self, part):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Aside(how) for _ in range(3))
+        self.blocks = nn.ModuleList(Aside(part) for _ in range(3))
 
     def forward(self, x, reads):
         for block in self.blocks:
-            x, _ = block(x)
-        kept = [next(b.kept) if b.how == "iterator" else b.kept for b in self.blocks if reads]
-        return x.square().mean() + sum(weight.square().sum() for weight in kept) / 3
+            x = block(x)
+        return x.square().mean() + sum(b.kept.square().sum() for b in self.blocks if reads) / 3
 
 
 TOLD = r"unit 'blocks.0'.*'blocks.0.linear.weight'.*was kept.*clone\(\)"
@@ -118,8 +110,8 @@ CAN_TELL = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
 @pytest.mark.skipif(not CAN_TELL, reason="needs a torch that can clear the message, as 2.14")
 @on_ranks(1, 2)
 def test_views_of_parameters_that_leave_beside_the_outputs_are_right_or_raise_by_name(num_ranks):
-    for how in ASIDE:
-        model, replica = KeepsAside(how), KeepsAside(how)
+    for part in (True, False):
+        model, replica = KeepsAside(part), KeepsAside(part)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         engine, optimizer = start(model, optimizer, stage=3, units=["Aside"])
         for number, context in enumerate((torch.no_grad(), torch.inference_mode(), torch.enable_grad())):

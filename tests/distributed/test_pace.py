@@ -4,6 +4,7 @@ import contextlib
 import time
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import zeroshard
 from tests.distributed.models import Ordered
 from tests.distributed.training import caught, numbers, square_loss, start
 from tests.ranks import on_ranks
+from zeroshard.comm.watch import watchdog
 
 
 def build():
@@ -75,26 +77,6 @@ def test_a_step_without_a_gradient_warns_and_takes_nothing():
     assert engine.step()
 
 
-@on_ranks(2)
-def test_a_step_without_a_gradient_leaves_the_loss_scale_alone():
-    precision = {"param_dtype": "fp16"}
-    engine, _ = start(build(), "SGD", stage=1, precision=precision, gradient_accumulation_steps=3)
-    before = engine.loss_scale
-    with warned() as texts:
-        assert [engine.step() for _ in range(3)] == [False] * 3
-    assert (engine.loss_scale, len(texts)) == (before, 1)
-
-
-@on_ranks(2)
-def test_a_loss_of_zero_on_one_rank_is_a_gradient():
-    """Rank 1's loss depends on no parameter of ours but through a product with 0, as DDP wants it."""
-    engine, _ = start(build(), "SGD")
-    with warned() as texts:
-        backward(engine, square_loss(engine, 0) * dist.get_rank())
-        assert engine.step()
-    assert not texts
-
-
 # ------------------------------------------------------------------------------------------- accumulation
 
 
@@ -142,8 +124,7 @@ def test_a_step_with_gradients_that_nobody_divided_is_told_once():
 # ---------------------------------------------------------------------------- ranks that leave out a batch
 
 
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_rank_that_leaves_out_a_step_is_an_error_on_all_ranks(stage):
     """Rank 1 leaves out batch 1, as one does after an exception that was caught."""
@@ -172,10 +153,12 @@ TOLD = (
 )
 
 
+@pytest.mark.long  # of seconds; tests/comm/test_ledger.py compares orders
 @on_ranks(2, process_group=False)
 def test_ranks_that_call_blocks_in_different_orders_raise_an_error_that_names_the_first():
     torch.manual_seed(0)
-    engine, *_ = zeroshard.initialize(Ordered(8, 5), partial(torch.optim.SGD, lr=0.1), CONFIG)
+    with mock.patch.object(watchdog, "_MAX_PAUSE_S", 0.2):  # between heartbeats, and so before ranks compare
+        engine, *_ = zeroshard.initialize(Ordered(8, 5), partial(torch.optim.SGD, lr=0.1), CONFIG)
     begun = time.monotonic()
 
     def train(*orders):

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
@@ -33,7 +32,6 @@ from tests.distributed.training import (
     lora,
     numbers,
     padded_size,
-    plain,
     same_as_replicated,
     square_loss,
     start,
@@ -53,7 +51,7 @@ class Case:
     make: Callable[[], nn.Module]
     loss: Loss = square_loss
     optimizer: Maker = "SGD"
-    num_steps: int = 3
+    num_steps: int = 2
     stages: tuple[int, ...] = SOME_STAGES
     options: dict[str, Any] = field(default_factory=dict)
     """Of `same_as_replicated`; `averages` where DDP does not take the model or its loss."""
@@ -74,19 +72,19 @@ def differences(cases: dict[str, Case]) -> list[str]:
 def test_steps_on_two_ranks_equal_those_of_ddp_to_the_bit_at_every_stage():
     found = []
     for kind, optimizer in (
-        *((kind, "AdamW") for kind in ("GPT", "Llama", "tied transformers Llama")),
+        *((kind, "AdamW") for kind in ("GPT", "tied transformers Llama")),
         *(("tied GPT", optimizer) for optimizer in ("fused AdamW", "SGD")),
     ):
-        found += [f"{kind}: {line}" for line in same_as_replicated(build(kind), optimizer, 3)]
+        found += [f"{kind}: {line}" for line in same_as_replicated(build(kind), optimizer, 2)]
     return found
 
 
 @on_ranks(1)
 def test_steps_on_one_rank_equal_those_of_plain_pytorch_to_the_bit():
     found = []
-    for kind, optimizer in (("tied GPT", "AdamW"), ("Llama", "fused AdamW"), ("Llama", "SGD")):
+    for kind, optimizer in (("tied GPT", "AdamW"), ("Llama", "SGD")):
         found += [f"{kind}: {line}" for line in same_as_replicated(build(kind), optimizer, 3)]
-    return found + MODULES["and have units inside"].differences()
+    return found
 
 
 # --------------------------------------------------------------------------------------------- optimizers
@@ -97,10 +95,10 @@ def test_parameters_of_one_element_train_as_in_ddp_to_the_bit():
     torch.manual_seed(0)
     models = [(Tiny(3), "AdamW"), *((nn.PReLU(), optimizer) for optimizer in OPTIMIZERS)]
     models.append((nn.Sequential(nn.Linear(7, 1)), "SGD"))
-    return [line for m, o in models for line in same_as_replicated(m, o, 3, square_loss)]
+    return [line for m, o in models for line in same_as_replicated(m, o, 2, square_loss)]
 
 
-ELEMENT_WISE = [  # first each class once, but for those that the fuzz draws
+ELEMENT_WISE = [  # the fuzz draws others
     ("ASGD", {}),
     ("Adadelta", {"lr": 0.3}),
     ("Adagrad", {"initial_accumulator_value": 0.1}),
@@ -110,19 +108,11 @@ ELEMENT_WISE = [  # first each class once, but for those that the fuzz draws
     ("RMSprop", {"momentum": 0.9, "centered": True}),
     ("Rprop", {}),
     ("Adam", {"foreach": True, "weight_decay": 0.1}),
-    ("Adam", {"amsgrad": True}),
-    ("Adam", {"fused": True}),
-    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ("SGD", {"fused": True}),
-    ("Adagrad", {"fused": True}),
 ]
 
 
-@pytest.mark.parametrize(
-    "kinds", [ELEMENT_WISE[:9], pytest.param(ELEMENT_WISE[9:], marks=pytest.mark.long)], ids=len
-)
 @on_ranks(2)
-def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit(kinds):
+def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit():
     """An element-wise update of a slice that starts on a block gives the bits of the whole tensor's."""
 
     def maker(name, options):
@@ -130,7 +120,7 @@ def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit(kinds
 
     cases = {
         f"{name} {options}": Case(make=tiny, optimizer=maker(name, options), stages=(3,))
-        for name, options in kinds
+        for name, options in ELEMENT_WISE
     }
     return differences(cases)
 
@@ -151,54 +141,6 @@ class ListAndDict(nn.Module):
         for weight in self.listed:
             x = torch.tanh(x @ weight)
         return self.inner(x * self.named["scale"] + self.named["popped"])
-
-
-class CallsItself(nn.Module):
-    """Runs its own forward inside its forward, and uses its parameters before and after."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.inner = nn.Parameter(torch.randn(7, 7) / 3), nn.Linear(7, 7)
-
-    def forward(self, x, depth=2):
-        x = self.inner(x)
-        if depth:
-            x = x + self(x, depth - 1)
-        return (x @ self.weight).tanh()
-
-
-class Holds(nn.Module):
-    """A unit that may hold another one of its class."""
-
-    def __init__(self, inside=None):
-        super().__init__()
-        self.weight, self.inside = nn.Parameter(torch.randn(7, 7) / 3), inside
-
-    def forward(self, x):
-        x = x @ self.weight
-        return (x if self.inside is None else x + self.inside(x)).tanh() @ self.weight
-
-
-def nested():
-    layers = CallsItself(), nn.Linear(7, 7), CallsItself(), Holds(Holds(Holds())), nn.Linear(7, 1)
-    return nn.Sequential(*layers)
-
-
-class Softmax(nn.Module):
-    """torch's adaptive softmax: ranks have targets in other clusters, whose layers stand in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 7))
-        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(7, 60, cutoffs=[10, 20, 40], div_value=2.0)
-
-    def forward(self, x, targets):
-        return self.softmax(self.block(x), targets).loss
-
-
-def softmax_loss(model, number):
-    torch.manual_seed(number)
-    return model(numbers(number, 5, 7), torch.randint(20, (5,)) + 20 * dist.get_rank())
 
 
 class Methods(Tiny):
@@ -239,20 +181,16 @@ def edited_loss(model, number):
     return first + square_loss(model, number)
 
 
-UNITS_INSIDE = {"units": ["CallsItself", "Holds", "Linear"]}
 METHODS = {"methods": ("encode", "decode", "through_forward"), "averages": True}
 MODULES = {
     "lists and dicts of parameters": Case(make=lambda: nn.Sequential(ListAndDict(), ListAndDict())),
-    "units that call themselves": Case(make=nested, options={"units": ["CallsItself", "Holds"]}),
-    "and have units inside": Case(make=nested, options=UNITS_INSIDE),
-    "ranks run other parts of a list": Case(make=Softmax, loss=softmax_loss, options={"find_unused": True}),
     "registered methods": Case(make=lambda: Methods(2), loss=loss_by_methods, options=METHODS),
     "an optimizer over a part": Case(make=lambda: tiny(3), optimizer=over_blocks),
     "edits between steps": Case(make=tiny, loss=edited_loss),
     "adapters": Case(make=lora, loss=token_loss),
     "adapters of the last layer": Case(make=lambda: lora(layers_to_transform=[1]), loss=token_loss),
     "adapters, checkpoints, frozen in bf16": Case(
-        make=lambda: lora(dtype=torch.bfloat16, checkpoints=True), loss=token_loss, num_steps=2
+        make=lambda: lora(dtype=torch.bfloat16, checkpoints=True), loss=token_loss
     ),
 }
 
@@ -272,11 +210,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.gate = nn.RMSNorm(7), nn.Linear(7, 7), nn.Linear(7, 4, bias=False)
 
-    def forward(self, x, collected=None):
+    def forward(self, x):
         hidden = self.norm(x)
         self.aside = self.gate(hidden).square().mean()
-        if collected is not None:
-            collected.append(self.aside.float())
         return x + self.up(hidden).tanh()
 
 
@@ -290,15 +226,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Collecting(Stack):
-    def forward(self, x):
-        collected = []
-        for block in self.blocks:
-            x = block(x, collected)
-        assert len(collected) == 3
-        return self.head(x).float() + torch.stack(collected).sum()
 
 
 class Positions(nn.Module):
@@ -347,91 +274,17 @@ def loss_through_a_cache(model, number):
     return F.cross_entropy(second.logits[:, :-1].flatten(0, 1), batch[:, 7:].flatten())
 
 
-def loss_of_attentions(model, number):
-    return model(input_ids=tokens(number), output_attentions=True).attentions[-1].square().sum(-1).mean()
-
-
-def eager_llama():
-    model = build("transformers Llama")
-    model.set_attn_implementation("eager")
-    return model
-
-
-@dataclass
-class Data:
-    out: Tensor
-    bias: Tensor
-
-
-@dataclass(frozen=True)
-class Frozen:
-    out: Tensor
-    inner: dict[str, list[Tensor | None]]
-
-
-def by_name(found):
-    return found.out, found.bias
-
-
-RETURNED = {
-    "frozen dataclass": (
-        lambda out, bias: Frozen(out, {"bias": [bias, None]}),
-        lambda found: (found.out, found.inner["bias"][0]),
-    ),
-    "dataclass in a list": (lambda out, bias: [out, Data(out, bias)], lambda found: by_name(found[1])),
-}
-
-
-class Packs(nn.Module):
-    """Returns its result and a view of one of its parameters."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.linear, self.inner, self.kind = nn.Linear(7, 7), nn.Identity(), kind
-
-    def forward(self, x):
-        return RETURNED[self.kind][0](torch.tanh(self.linear(x)), self.linear.weight[0])
-
-
-class Packing(nn.Module):
-    """Reads what its blocks have returned after all of them have run."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.blocks = nn.ModuleList(Packs(kind) for _ in range(3))
-
-    def forward(self, x):
-        results = []
-        for block in self.blocks:
-            results.append(block(x))
-            x = RETURNED[block.kind][1](results[-1])[0]
-        return x, results
-
-
-def packed_loss(model, number):
-    (x, results), kind = model(numbers(number, 5, 7)), plain(model).blocks[0].kind
-    return (x.square().mean() + sum(RETURNED[kind][1](result)[1].square().sum() for result in results)) / 3
-
-
 AVERAGED = {"averages": True}
 OUTPUTS = {
-    "keys and values": Case(make=eager_llama, loss=loss_through_a_cache, options=AVERAGED),
-    "attentions": Case(make=eager_llama, loss=loss_of_attentions, options=AVERAGED),
-    "losses of blocks alone": Case(make=Stack, loss=loss_aside, options=AVERAGED),
-    "losses of blocks": Case(make=Collecting),
+    "keys and values": Case(
+        make=lambda: build("transformers Llama"), loss=loss_through_a_cache, options=AVERAGED
+    ),
+    "losses of blocks": Case(make=Stack, loss=loss_aside, options=AVERAGED),
     "a view of a parameter": Case(
         make=ReturnsView,
         loss=and_without_a_graph(square_loss),
         options={"units": ["Positions", "Block"], "averages": True},
     ),
-} | {
-    kind: Case(
-        make=lambda kind=kind: Packing(kind),
-        loss=and_without_a_graph(packed_loss),
-        num_steps=2,
-        options=AVERAGED,
-    )
-    for kind in RETURNED
 }
 
 

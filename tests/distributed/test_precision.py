@@ -104,17 +104,6 @@ def test_micro_batches_are_added_in_fp32_and_rounded_once_on_the_wire():
     return list(unequal("gradients", found, sums))
 
 
-@on_ranks(2)
-def test_a_batch_norm_that_is_a_unit_gets_its_inputs_as_they_are():
-    model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7))
-    engine, _ = start(model, "SGD", stage=3, units=["BatchNorm1d"], precision={"param_dtype": "bfloat16"})
-    seen = []
-    engine.module[0].register_forward_hook(lambda module, args, output: output.float())
-    engine.module[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    engine(torch.ones(5, 7))
-    assert seen == [torch.float32]
-
-
 def bf16(overrides, **options):
     return {"precision": {"param_dtype": "bf16", "overrides": overrides, **options}}
 

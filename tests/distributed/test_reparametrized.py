@@ -55,9 +55,7 @@ REPARAMETRIZE = {
     "orthogonal": parametrizations.orthogonal,
     "own": lambda layer: parametrize.register_parametrization(layer, "weight", Lower()),
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
-    "pruned rows": lambda layer: prune.ln_structured(layer, "weight", 0.3, n=2, dim=0),
     "old weight_norm": nn.utils.weight_norm,
-    "old spectral_norm": nn.utils.spectral_norm,
 }
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import re
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -105,12 +103,9 @@ class Penalized(Tiny):
 
 USES = {
     "pow": lambda kept: kept[0].pow(2).sum(),
-    "stack": lambda kept: torch.stack(kept).sum(),
     "numel": lambda kept: kept[0].numel(),
     "data": lambda kept: kept[0].data,
-    "grad": lambda kept: kept[0].grad,
     "requires_grad_": lambda kept: kept[0].requires_grad_(False),
-    "deepcopy": lambda kept: copy.deepcopy(kept),
     "foreach_norm": lambda kept: torch._foreach_norm(kept),
 }
 
@@ -129,16 +124,6 @@ def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used():
     assert model.kept[0] in {model.kept[0]}
     assert model.kept[0].dtype is torch.float32
     step(engine, optimizer, square_loss, 0)
-
-
-@on_ranks(2)
-def test_data_of_an_empty_slice_is_not_replaced_either():
-    """Of a parameter of one element, one of two ranks has nothing."""
-    engine, _ = start(nn.PReLU(), "SGD", stage=3)
-    with pytest.raises(RuntimeError, match=r"'weight'.*its data cannot be replaced"):
-        engine.module.weight.data = engine.module.weight.data * 2
-    engine.module.weight.data -= 0.5
-    assert engine.full_state_dict().get("weight", -0.25) == -0.25
 
 
 def two_layers():
@@ -198,23 +183,6 @@ def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not(
     assert not (found + differences("stage 3", got, want))
 
 
-@on_ranks(1)
-def test_a_shown_parameter_in_another_module_and_a_copy_are_additions_too():
-    refused = partial(pytest.raises, RuntimeError, match=r"'twin' was added to a sharded model")
-    for is_copy in (True, False):
-        engine, optimizer = start(two_layers(), "SGD", stage=3)
-        model = engine.module
-        with refused() if is_copy else nullcontext(), engine.unsharded():
-            twin = copy.deepcopy(model[1].weight) if is_copy else model[1].weight
-            if is_copy:
-                model.register_parameter("twin", twin)
-        if not is_copy:
-            model.register_parameter("twin", twin)
-        for call in (engine.full_state_dict, optimizer.step):
-            with refused():
-                call()
-
-
 @on_ranks(2)
 def test_a_parameter_that_the_optimizer_gets_after_sharding_is_refused_at_the_step():
     engine, optimizer = start(two_layers())
@@ -222,17 +190,3 @@ def test_a_parameter_that_the_optimizer_gets_after_sharding_is_refused_at_the_st
     engine(torch.ones(2, 7)).sum().backward()
     with pytest.raises(RuntimeError, match=r"group 1 .* shape \[3, 4\], added after the model"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
-    messages = []
-    model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
-    engine, _ = start(model, "SGD")
-    before = {name: value.clone() for name, value in engine.full_state_dict().items()}
-    with pytest.raises(RuntimeError) as error, engine.unsharded(write_back=True):
-        model[2].weight = model[0].weight
-    messages.append(str(error.value))
-    after = engine.full_state_dict()
-    assert all(torch.equal(value, before[name]) for name, value in after.items())
-    assert all("'2.weight' was replaced, tied or removed" in message for message in messages)

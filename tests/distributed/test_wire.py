@@ -28,6 +28,7 @@ import zeroshard
 from tests.distributed.models import Block, tiny
 from tests.distributed.training import (
     ALL_STAGES,
+    SOME_STAGES,
     STAGES,
     SendCounter,
     build,
@@ -96,7 +97,7 @@ def test_units_that_stay_gathered_are_listed_as_kept_and_not_sent_again():
 @on_ranks(2)
 def test_bf16_halves_the_bytes_of_parameters_and_reduce_dtype_those_of_gradients():
     """Parameters travel in the compute dtype, gradients in the reduce dtype."""
-    for stage, (reduce_dtype, size) in product(STAGES, ((None, 4), ("bf16", 2))):
+    for stage, (reduce_dtype, size) in product(SOME_STAGES, ((None, 4), ("bf16", 2))):
         precision = {"param_dtype": "bf16", "reduce_dtype": reduce_dtype}
         engine, _ = start(small_gpt(), stage=stage, precision=precision)
         measure(engine, stage, element_bytes=(4 if stage == 0 else 2, size))
@@ -105,7 +106,7 @@ def test_bf16_halves_the_bytes_of_parameters_and_reduce_dtype_those_of_gradients
 @on_ranks(2)
 def test_under_no_sync_gradients_are_sent_once():
     """Three micro-batches, one reduction."""
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         engine, optimizer = start(small_gpt(), stage=stage)
         for number in range(2):
             engine.reset_comm_report()
@@ -133,28 +134,13 @@ def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_other
             assert not sent["reduce_scatter"]
 
 
-@on_ranks(1)
-def test_one_rank_sends_nothing_and_calls_nothing():
-    for stage in ALL_STAGES:
-        engine, optimizer = start(small_gpt(), stage=stage)
-        with mock.patch.object(dist.ProcessGroup, "send", SendCounter()) as counter:
-            token_loss(engine, 0).backward()
-            optimizer.step()
-        report = engine.comm_report()
-        assert not any(report.bytes_sent.values()), report
-        assert not any(report.calls.values()), report
-        assert not counter.elements
-
-
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(4)
-def test_a_step_sends_what_the_table_says(stage):
+def test_a_step_sends_what_the_table_says():
     size = k = 2
-    options = {"stage": stage, "shard_group_size": size, "gradient_accumulation_steps": k}
+    options = {"stage": 3, "shard_group_size": size, "gradient_accumulation_steps": k}
     engine, _ = start(small_gpt(), "SGD", **options)
     found = []
-    for number in range(3):
+    for number in range(2):
         engine.reset_comm_report()
         with mock.patch.object(dist.ProcessGroup, "send", SendCounter()) as counter:
             micro_batches(engine, k)(number)
@@ -162,12 +148,11 @@ def test_a_step_sends_what_the_table_says(stage):
         found.append((counter.elements, (sent["all_gather"] + sent["reduce_scatter"]) // 4))
     P, num_groups = padded_size(engine), dist.get_world_size() // size
     kept = sum(unit.numel for unit in engine.units if unit.kept)
-    inside = {1: 2 * P, 3: 3 * k * P - k * kept}[stage] * (size - 1) // size
-    num_reductions = 1 if stage == 1 else k
-    across = 2 * num_reductions * (P // size) * (num_groups - 1) // num_groups
+    inside = (3 * k * P - k * kept) * (size - 1) // size
+    across = 2 * k * (P // size) * (num_groups - 1) // num_groups
     estimate = zeroshard.estimate(small_gpt(), dist.get_world_size(), engine.config)
     want, estimated = inside + across, estimate.wire_bytes_per_step // 4
-    assert found == [(want, want)] * 3
+    assert found == [(want, want)] * 2
     assert estimated == want
 
 

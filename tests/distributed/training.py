@@ -168,7 +168,6 @@ def train_replicated(
     num_steps: int,
     loss: Loss = token_loss,
     *,
-    find_unused: bool = False,
     averages: bool = False,
 ) -> Run:
     """The run of DDP, or on one rank of plain PyTorch, that starts from a model; it is left alone.
@@ -179,7 +178,7 @@ def train_replicated(
         replica = copy.deepcopy(model)
         made = made_by(optimizer, replica)
         return finish(replica, [averaged_step(replica, made, loss, number) for number in range(num_steps)])
-    replica = replicate(model, find_unused=find_unused)
+    replica = replicate(model)
     return train(replica, made_by(optimizer, replica), num_steps, loss)
 
 
@@ -264,12 +263,11 @@ def same_as_replicated(
     loss: Loss = token_loss,
     *,
     stages: Iterable[int] = STAGES,
-    find_unused: bool = False,
     averages: bool = False,
     **config: Any,
 ) -> list[str]:
     """Where zeroshard's run differs from DDP's by a single bit; `averages` as in `train_replicated`."""
-    want = train_replicated(model, optimizer, num_steps, loss, find_unused=find_unused, averages=averages)
+    want = train_replicated(model, optimizer, num_steps, loss, averages=averages)
     found = []
     for stage in stages:
         got = train_sharded(model, optimizer, num_steps, loss, stage=stage, **config)

@@ -147,7 +147,7 @@ def test_equal_stages_have_the_known_optima(length: int, budgets: Sequence[int],
 
 def test_no_sequence_is_faster() -> None:
     rng, num_impossible = random.Random(19), 0
-    for _ in range(40):
+    for _ in range(20):
         stages = [
             UnitProfile(
                 forward=rng.randint(1, 4),
@@ -168,7 +168,7 @@ def test_no_sequence_is_faster() -> None:
             total, peak = replay(list(tasks_of(plan.tree)), stages, given)
             assert total == plan.seconds == best
             assert peak <= budget
-    assert 3 < num_impossible < 40
+    assert 1 < num_impossible < 20
 
 
 def test_sizes_in_bytes_are_rounded_up_and_stay_within_the_budget() -> None:

@@ -71,29 +71,9 @@ class Patched(Gated):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + 1
 
 
-class Curved(nn.ReLU):
-    """An activation with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.slope = nn.Parameter(torch.ones(()))
-
-
-def with_curve():
-    module = Gated()
-    module.act_fn = Curved()
-    return module
-
-
 def with_forward():
     module = Gated()
     module.forward = lambda x: x
-    return module
-
-
-def with_dropout():
-    module = Gated()
-    module.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
     return module
 
 
@@ -107,15 +87,14 @@ def with_one_projection():
     return Phi3MLP(Phi3Config(hidden_size=16, intermediate_size=8))
 
 
-@pytest.mark.parametrize(
-    "make", [Patched, with_curve, with_dropout, with_hook, with_forward, with_one_projection]
-)
+@pytest.mark.parametrize("make", [Patched, with_hook, with_forward, with_one_projection])
 def test_other_modules_stay_as_they_are(make):
     module, changes = make(), Changes()
     lean_forwards(module, changes)
     assert not changes.stacks
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize(
     ("num_ranks", "config", "name"),
     [
@@ -165,14 +144,13 @@ def test_without_gated_mlps_tiles_are_refused():
             Config.parse({"mlp": {"tiles": 2}, **others})
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize(
     ("num_ranks", "config"),
     [
-        *((1, {"stage": stage}) for stage in range(4)),
-        *((2, {"stage": stage}) for stage in (1, 3)),
+        (1, {"stage": 0}),
         (2, {"stage": 3, "recompute": "unit", "gradient_accumulation_steps": 2}),
         (2, {"stage": 1, "mesh": {"tp": 2}, "recompute": "lean"}),
-        (2, {"stage": 0, "mesh": {"tp": 2}, "offload": {"activations": "cpu"}}),
     ],
     ids=str,
 )

@@ -225,7 +225,7 @@ ORDERS = (
         file="zeroshard/stepping/late.py",
         find="return is_unseen and Moment.BATCH not in state.moments",
         replace="return is_unseen",
-        tests=("test_steps_of_a_pipeline_wait_for_its_next_batch[none-2]",),
+        tests=("test_steps_of_a_pipeline_wait_for_its_next_batch[asynchronous]",),
     ),
     Break(
         name="a_step_in_a_backward_is_not_seen",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-STEPS = 4
+STEPS = 3
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 6, 8
 PLAN = {
     "tokens": "rowwise",

@@ -1,9 +1,6 @@
 """LoRA over divided layers trains as in one process."""
 
-import functools
-import math
 import re
-import warnings
 from unittest import mock
 
 import peft
@@ -97,17 +94,11 @@ def test_adapters_where_norms_work_on_parts_are_refused():
         plan_division(model, find_units(model, None), plan, 2)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-def test_adapters_with_code_of_the_user_are_refused(hooks):
+def test_adapters_with_code_of_the_user_are_refused():
     """`test_own_forwards.py` follows the error."""
     model = adapted(0)
-    layer = model.base_model.model.blocks[0].up
-    if hooks:
-        layer.register_forward_hook(lambda module, args, output: 3.0 * output)
-    else:
-        layer.forward = functools.partial(torch.mul, 3.0)
-    what = "hooks" if hooks else "a forward of its own"
-    with pytest.raises(ValueError, match=rf"blocks\.0\.up' is a Linear with {what}, which would get a part"):
+    model.base_model.model.blocks[0].up.register_forward_hook(lambda module, args, output: 3.0 * output)
+    with pytest.raises(ValueError, match=r"blocks\.0\.up' is a Linear with hooks, which would get a part"):
         plan_division(model, find_units(model, None), behind(PLAN), 2)
 
 
@@ -137,7 +128,7 @@ def test_dropout_of_adapters_is_that_of_their_inputs():
         return result
 
     with mock.patch.object(F, "dropout", noted):
-        for number in range(4):
+        for number in range(2):
             tokens = models.tokens_of(number)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
@@ -148,25 +139,3 @@ def test_dropout_of_adapters_is_that_of_their_inputs():
     assert masks
     for (shape, mask), (_, other) in zip(masks, their_masks, strict=True):
         assert (mask == other) == (shape[-1] == models.GROUPED["hidden_size"]), shape
-    engine.close(restore=False)
-
-
-# ------------------------------------------------------------------------------------------ float16
-
-
-@on_ranks(2)
-def test_float16_overflows_on_all_ranks_where_it_does_in_one_process():
-    precision = {"param_dtype": "fp16", "loss_scale": 1024.0}
-    config = {"stage": 1, "mesh": {"tp": 2}, "precision": precision, "clip_grad_norm": 1.0}
-    for alpha, is_taken in ((16, True), (4096, False)):
-        model = adapted(0, lora_alpha=alpha).half()
-        (loss_of(model, 0) * 1024.0).backward()
-        norms = [p.grad.double().norm() / 1024.0 for p in model.parameters() if p.grad is not None]
-        want = torch.stack(norms).norm().item()
-        engine = initialize(adapted(0, lora_alpha=alpha).float(), adamw, config, behind(PLAN))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a step that is left out
-            engine.backward(loss_of(engine, 0))
-            assert engine.step() == is_taken == math.isfinite(want)
-        assert engine.grad_norm.item() == pytest.approx(want, rel=1e-2, nan_ok=True)
-        engine.close(restore=False)

@@ -106,9 +106,7 @@ def save(folder, tp, kind):
     engine = start(3, tp, optimizer=kind)
     train(engine, range(2))
     engine.save_checkpoint(folder, "saved")
-    found = values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
-    engine.close(restore=False)
-    return found
+    return values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
 
 
 def load(folder, tp):
@@ -116,9 +114,7 @@ def load(folder, tp):
     engine = start(3, tp, 1 + dist.get_rank())
     engine.load_checkpoint(folder, "saved")
     engine.save_checkpoint(folder / "again", "saved")
-    found = values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
-    engine.close(restore=False)
-    return found
+    return values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
 
 
 def same(one, other):
@@ -147,9 +143,7 @@ def converts(folder, tp, optimizer, saved, again):
     engine = start(3, tp, optimizer=optimizer)
     engine.load_checkpoint(folder, saved, convert_states=True)
     engine.save_checkpoint(folder, again)
-    found = values_of(engine)
-    engine.close(restore=False)
-    return found
+    return values_of(engine)
 
 
 def refuses_other_blocks(folder):
@@ -159,9 +153,9 @@ def refuses_other_blocks(folder):
         with pytest.raises(ValueError, match=r"have scales for blocks of other tensor ranks: .* of 32 bits"):
             engine.load_checkpoint(folder, "saved", convert_states=converts)
     assert same(engine.full_state_dict(), before) == []
-    engine.close(restore=False)
 
 
+@pytest.mark.long
 def test_8_bit_states_get_new_blocks_by_way_of_32_bits_alone(ranks, tmp_path):
     [(want, *_), *_] = ranks(2, save, tmp_path, 2, "8-bit")
     ranks(1, refuses_other_blocks, tmp_path)
@@ -236,7 +230,6 @@ def test_gradients_are_whole_by_name():
     ones = torch.ones(24, 44)
     engine.set_full_gradient("blocks.0.down.weight", ones)
     assert torch.equal(engine.full_gradient("blocks.0.down.weight"), ones)
-    engine.close(restore=False)
 
 
 # ------------------------------------------------------------------------------------------- transformers
@@ -260,7 +253,6 @@ def trained(folder):
     engine.step()
     engine.save_pretrained(folder / "out")
     state = engine.full_state_dict()
-    engine.close(restore=False)
     return begun, state, sum(read)
 
 

@@ -63,7 +63,7 @@ def steady_adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
 
 
-FAST = {("Llama", 2, 2), ("Qwen3", 2, 2), ("Mixtral", 2, 2), ("Llama, tied", 4, 2)}
+FAST = {("Mixtral", 2, 2)}
 MORE_RANKS = ("Llama, tied", "Gemma")
 """Models that are divided over 4 tensor ranks as well, some of which share heads of keys then."""
 OTHERS = ("Qwen3, tied", "Gemma 2", "GPT-2", "T5")
@@ -111,7 +111,6 @@ def test_all_ranks_begin_with_the_values_of_rank_0(how, stage):
     assert rank or state.keys() == want.state_dict().keys() | {"offset"}
     for name, value in want.state_dict().items() if not rank else ():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-9, msg=name)
-    engine.close(restore=False)
 
 
 # ------------------------------------------------------------------------------- norms and thresholds
@@ -147,7 +146,6 @@ def test_thresholds_and_counts_are_of_whole_parameters():
     found = {p.fqn: engine.optimizer.state[p]["exp_avg"].dtype for p in engine.parameters()}
     assert {name: dtype is torch.uint8 for name, dtype in found.items()} == want
     assert engine.num_parameters() == sum(p.numel() for p in build(0).parameters())
-    engine.close(restore=False)
 
 
 # ------------------------------------------------------------------------------------------ refusals
@@ -173,7 +171,6 @@ def test_a_loss_of_parts_is_an_error_at_the_first_step():
     with pytest.raises(RuntimeError, match=re.escape("the tensor ranks [0, 1] have different losses")):
         engine.step()
     assert torch.equal(engine.module.up.weight, before)
-    engine.close(restore=False)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -54,6 +54,7 @@ def loss_of(model, number, own=slice(None)):
     return model(**batches()[number]).loss  # there are no data-parallel ranks
 
 
+@pytest.mark.long_where(name=["Llama", "Gemma 2"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3, tied", "Gemma 2"])
 def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
     kind = Kind(functools.partial(build, name), loss_of, None, BATCH)
@@ -113,7 +114,6 @@ def test_a_loss_of_the_model_is_over_all_logits_or_an_error():
     engine = sharded(Seldom(transformers.LlamaConfig(**GROUPED)).train(), config)
     with pytest.raises(RuntimeError, match="Seldom did not call its loss_function for labels in training"):
         engine(tokens, labels=tokens)
-    engine.close(restore=False)
 
 
 def largest_exchange(plan_of_head):
@@ -129,7 +129,6 @@ def largest_exchange(plan_of_head):
     engine = sharded(model.train(), {"stage": 1, "mesh": {"tp": 2}}, plan)
     with mock.patch.object(Axis, "note", noted):
         engine.backward(engine(**batches()[0]).loss)
-    engine.close(restore=False)
     return max(sizes)
 
 
@@ -160,6 +159,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long_where(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks()
@@ -189,7 +189,6 @@ def test_a_loop_of_the_user_computes_its_loss_over_parts(num_ranks, dtype):
     for wrong in (12, -1):
         with pytest.raises(IndexError, match=str(wrong)):
             cross_entropy(engine(x), targets.masked_fill(targets == 0, wrong), engine.module.head)
-    engine.close(restore=False)
 
 
 @on_ranks(2)

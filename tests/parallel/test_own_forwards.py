@@ -70,6 +70,7 @@ CASES = {
 """Code at a layer, and the layers that stay whole then, as the error says."""
 
 
+@pytest.mark.long_where(name=["tokens"])
 @pytest.mark.parametrize("name", CASES)
 def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, name):
     change, whole, what = CASES[name]

@@ -70,7 +70,6 @@ ADAPTERS = {
     "lora": lambda: peft.LoraConfig(r=4, init_lora_weights=False, **TARGETS),
     "dora": lambda: peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, **TARGETS),
     "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, init_lora_weights=False, **TARGETS),
-    "hira": lambda: peft.HiraConfig(r=4, init_weights=False, **TARGETS),
     "oft": lambda: peft.OFTConfig(oft_block_size=8, init_weights=False, use_cayley_neumann=False, **TARGETS),
 }
 

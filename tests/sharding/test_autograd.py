@@ -20,7 +20,6 @@ from transformers.utils import ModelOutput
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     capture_around,
-    is_in_backward,
     outermost_checkpoint,
     will_accumulate,
 )
@@ -37,21 +36,6 @@ def leaf(value=1.0):
 
 def fail(*_):
     raise HookError
-
-
-# ------------------------------------------------------------------------------------------ in backward
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_recomputed_forward_is_in_backward_and_the_first_is_not(use_reentrant):
-    seen = []
-
-    def forward(x):
-        seen.append(is_in_backward())
-        return x.exp()
-
-    checkpoint(forward, leaf(), use_reentrant=use_reentrant).backward()
-    assert seen == [False, True]
 
 
 # -------------------------------------------------------------------------------------- end of backward

@@ -258,10 +258,7 @@ def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
             assert bool(one.units) == any(n == number for n, _ in held)
 
 
-ORDERS = st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=4)
-
-
-@given(ORDERS)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=4))
 def test_every_element_is_there_once(orders):
     merged = merge(orders)
     assert len(merged) == len(set(merged))

@@ -16,12 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zeroshard
 from tests.distributed.models import Stemmed, tiny
-from tests.distributed.training import OPTIMIZERS, STAGES, numbers, train_replicated, train_sharded
+from tests.distributed.training import OPTIMIZERS, SOME_STAGES, square_loss, train_sharded
 from tests.ranks import on_ranks
-
-
-def loss(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
 
 
 def start(stage, **config):
@@ -53,14 +49,14 @@ def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
         "fully_shard of the model": lambda engine: fully_shard(engine.module),
         "fully_shard of a part": lambda engine: fully_shard(engine.module.blocks[0][0]),
     }
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         engine = start(stage)
         for name, attempt in attempts.items():
             with pytest.raises(RuntimeError, match=re.escape(remedies[name.split()[0]])):
                 attempt(engine)
         with engine.unsharded(), pytest.raises(RuntimeError, match="hooks of its engine"):
             copy.deepcopy(engine.module)
-        engine.backward(loss(engine, 0))
+        engine.backward(square_loss(engine, 0))
         assert engine.step()
         engine.close()
         copy.deepcopy(engine.module)
@@ -69,7 +65,7 @@ def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
 @on_ranks(2)
 def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
     """By stage, the texts of warnings when slices, whole parameters and a copy are saved."""
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         engine = start(stage)
         texts = []
         for source in (engine, engine.module, engine.module.blocks[0]):
@@ -94,29 +90,20 @@ def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
             assert "engine.save_pretrained(folder)" in text[0]
 
 
-WRAPS = {
-    "compiled engine": lambda engine: torch.compile(engine, backend="eager"),
-    "compiled model": lambda engine: torch.compile(engine.module, backend="eager"),
-    "model compiled in place": lambda engine: (engine.module.compile(backend="eager"), engine)[1],
-    "DataParallel": DataParallel,
-}
-
-
-@pytest.mark.long_where(name=["compiled model", "model compiled in place"])
-@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.long_where(wrap=[torch.compile])
+@pytest.mark.parametrize("wrap", [torch.compile, DataParallel])
 @on_ranks(2, timeout=120.0)
-def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(name):
-    want = train_replicated(tiny(), "AdamW", 2, loss).losses
-    engine = start(3)
-    wrapped, losses = WRAPS[name](engine), []
+def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(wrap):
+    want = train_sharded(tiny(), "AdamW", 2, square_loss, stage=3).losses
+    engine, losses = start(3), []
+    wrapped = wrap(engine, backend="eager") if wrap is torch.compile else wrap(engine)
     for number in range(2):
-        value = loss(wrapped, number)
+        value = square_loss(wrapped, number)
         engine.backward(value)
         engine.step()
         losses.append(value.item())
     torch._dynamo.reset()
-    assert losses == train_sharded(tiny(), "AdamW", 2, loss, stage=3).losses
-    assert losses == pytest.approx(want, rel=1e-6, abs=0)
+    assert losses == want
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from zeroshard.plan.pieces import cut
 
 EDGES = st.sampled_from((0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK))
 SIZES = st.lists(EDGES | st.integers(0, 5 * BLOCK) | st.integers(0, 40_000), max_size=6).map(tuple)
-RANKS = st.integers(1, 8) | st.integers(1, 4096)
+RANKS = st.integers(1, 8) | st.integers(1, 600)
 LAYOUTS = st.builds(Layout, SIZES, RANKS, st.just(1) | st.integers(1, 9))
 SPANS = st.tuples(st.integers(-40, 40), st.integers(0, 40)).map(lambda pair: Span(pair[0], pair[0] + pair[1]))
 

@@ -48,18 +48,7 @@ def test_only_stage_3_chooses_what_is_kept_between_forward_and_backward():
 # ------------------------------------------------------------------------------------------- exchanges
 
 
-def test_a_gather_a_reduction_and_an_all_reduce_are_what_the_table_says():
-    assert exchanges(SHARDED, {}, sizes(4)) == (Exchange(GATHER, DP_SHARD),)
-    assert exchanges(SUMMANDS, SHARDED, sizes(4)) == (Exchange(SCATTER, DP_SHARD),)
-    assert exchanges(SUMMANDS, {}, sizes(4)) == (Exchange(SCATTER, DP_SHARD), Exchange(GATHER, DP_SHARD))
-
-
 def test_hybrid_sharding_sums_over_the_groups_what_each_group_has_reduced():
-    assert exchanges(SUMMANDS, SHARDED, sizes(4, replicate=2)) == (
-        Exchange(SCATTER, DP_SHARD),
-        Exchange(SCATTER, DP_REPLICATE),
-        Exchange(GATHER, DP_REPLICATE),
-    )
     assert exchanges(SUMMANDS, {}, sizes(4, replicate=2)) == (
         Exchange(SCATTER, DP_SHARD),
         Exchange(SCATTER, DP_REPLICATE),

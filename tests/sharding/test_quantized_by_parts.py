@@ -70,11 +70,11 @@ def folder(tmp_path_factory):
 PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "num_microbatches": 2}}
 LAYOUTS = [
     (2, 3, {}, from_file, "nf4 twice"),
-    (2, 3, PIPELINE, from_file, "int8"),
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in (
             (1, 3, {}, from_file, "fp4 in bfloat16"),
+            (2, 3, PIPELINE, from_file, "int8"),
             (2, 0, {}, from_init, "int8"),
             (4, 2, {}, from_file, "int8"),
             (4, 3, {"shard_group_size": 2}, from_init, "nf4 twice"),

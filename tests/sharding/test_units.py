@@ -6,7 +6,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from tests.distributed.training import build
@@ -214,7 +214,6 @@ def module_graphs(draw):
 
 
 @given(module_graphs())
-@settings(max_examples=200)
 def test_every_parameter_belongs_to_the_lowest_unit_that_encloses_all_its_uses(graph):
     root, chosen = graph
     owner = {

@@ -105,7 +105,9 @@ def test_a_schedule_needs_a_chunk_on_each_rank_and_a_microbatch() -> None:
 
 
 @given(schedules())
-def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) -> None:
+def test_messages_of_two_ranks_have_one_order_and_an_action_receives_all_that_it_needs_before_it(
+    schedule: Schedule,
+) -> None:
     sent: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
     received: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
     for rank, exchanges in enumerate(plan_exchanges(schedule)):
@@ -113,12 +115,6 @@ def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) 
             assert rank in (transfer.source, transfer.target)
             (sent if rank == transfer.source else received)[transfer.source, transfer.target].append(transfer)
     assert sent == received
-
-
-@given(schedules())
-def test_an_action_receives_all_that_it_needs_before_it_and_sends_directly_behind_it(
-    schedule: Schedule,
-) -> None:
     needed = needed_actions(schedule)
     for rank, exchanges in enumerate(plan_exchanges(schedule)):
         assert tuple(each.action for each in exchanges) == schedule.lists[rank]

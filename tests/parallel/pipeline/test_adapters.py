@@ -52,7 +52,6 @@ def trained(layout, folder, stage, name):
     engine = start(layout, adapted(name), stage=stage)
     found = (*train(engine, STEPS), parameters_of(engine))
     engine.save_pretrained(folder)
-    engine.close(restore=False)
     return found
 
 
@@ -111,4 +110,3 @@ def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks():
     want = dict(model.merge_and_unload().named_parameters())
     assert found.keys() == want.keys()
     assert all(torch.equal(found[key], want[key]) for key in want)
-    engine.close(restore=False)

@@ -212,7 +212,7 @@ def test_the_sends_under_way_are_bounded_by_the_need_of_the_schedule(
 
 
 def small_requests() -> Iterable[tuple[str, int, int, int | None, bool]]:
-    return product(SCHEDULES, (1, 2, 3, 5), (1, 2, 3, 4, 7), (None, 2, 3), (False, True))
+    return product(SCHEDULES, (1, 2, 4), (1, 2, 3, 7), (None, 2, 3), (False, True))
 
 
 def built(request: tuple[str, int, int, int | None, bool]) -> Schedule | None:
@@ -232,7 +232,7 @@ def test_every_schedule_runs_or_is_refused_with_one_microbatch_few_of_them_and_o
             simulate(schedule)
             assert parse_schedule(str(schedule)) == schedule
             num_built += 1
-    assert num_built > 300
+    assert num_built > 150
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def save(folder, layout, name):
     averages, again = shown(engine, ema), engine.full_state_dict()
     assert all(torch.equal(again[key], state[key]) for key in state.keys() | again.keys())
     found = train(engine, range(2, 4))
-    engine.close(restore=False)
     return found, averages, {key.replace("/", "."): p.detach() for key, p in reference.module.items()}
 
 
@@ -60,9 +59,7 @@ def load(folder, layout, name):
     note = engine.load_checkpoint(folder, "saved")
     engine.save_checkpoint(folder / "again", "saved", note)
     averages = shown(engine, ema)
-    found = train(engine, range(2, 4)), averages, note
-    engine.close(restore=False)
-    return found
+    return train(engine, range(2, 4)), averages, note
 
 
 def facts(folder):
@@ -105,12 +102,10 @@ def export(folder, layout, name):
     engine, _ = begin(layout, name, 3)
     train(engine, range(2))
     engine.save_pretrained(folder)
-    state = parameters_of(engine)
-    engine.close(restore=False)
-    return state
+    return parameters_of(engine)
 
 
-@pytest.mark.long_where(layout=["pp 2 x tp 2"])
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "name"), [("pp 2", "tied gpt"), ("pp 2 x tp 2", "llama")])
 def test_transformers_reads_the_whole_model_that_pipeline_ranks_have_trained(ranks, tmp_path, layout, name):
     found = {}

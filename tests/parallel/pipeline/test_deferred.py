@@ -40,7 +40,6 @@ def test_a_model_that_was_never_in_memory_trains_as_the_same_one_in_one_process(
     assert all(torch.equal(value, buffers[key]) for key, value in own.items())
     found = (*train(engine, range(3)), parameters_of(engine))
     agree([found], plain(name, range(3)), whole=False)
-    engine.close(restore=False)
 
 
 # -------------------------------------------------------------------------------------------- from files
@@ -59,7 +58,6 @@ def loaded(folder, layout, stage):
         engine = start(model, config_of(layout, stage))
     held = sum(parameter.numel() * 4 for parameter in engine.parameters())
     state = parameters_of(engine)
-    engine.close(restore=False)
     return state, sum(read), held
 
 

@@ -45,7 +45,6 @@ def run(name, config):
     return seen, num_late
 
 
-@pytest.mark.long_where(case=["asynchronous"])
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2, timeout=200)
 def test_steps_of_a_pipeline_wait_for_its_next_batch(tmp_path, case):

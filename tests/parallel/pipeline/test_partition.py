@@ -56,14 +56,6 @@ def test_a_search_through_all_divisions_finds_the_same(
     assert partition(blocks, num_chunks, balance) == expected
 
 
-def test_the_two_measures_differ() -> None:
-    blocks = [
-        BlockProfile(time=time, parameter_bytes=size) for time, size in ((4, 1), (1, 1), (1, 1), (2, 9))
-    ]
-    assert partition(blocks, 2, "time") == (range(1), range(1, 4))
-    assert partition(blocks, 2, "memory") == (range(3), range(3, 4))
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -1,6 +1,6 @@
 """Models over pipeline ranks train as in one process.
 
-Losses and parameters are compared within 1e-6, norms within 1e-6 relative, after ten steps in float64; torch
+Losses and parameters are compared within 1e-6, norms within 1e-6 relative, after four steps in float64; torch
 computes norms of layers and rotary angles of these models in float32, whose rounding is 6e-8.
 """
 
@@ -27,7 +27,7 @@ from tests.parallel.pipeline.runs import (
 )
 from tests.ranks import on_ranks
 
-STEPS = range(10)
+STEPS = range(4)
 
 
 ONE_F = {"schedule": "1f1b", "num_microbatches": 4}
@@ -39,7 +39,7 @@ LAYOUTS = {
 """Ranks, mesh, pipeline and stage, by model."""
 
 
-@pytest.mark.long_where(name=["mixtral", "llama"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_model_trains_as_in_one_process(ranks, name):
     num_ranks, mesh, pipeline, stage = LAYOUTS[name]
@@ -53,7 +53,7 @@ def test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once(ranks):
     agree(found, plain("tied llama", range(3)))
 
 
-SCHEDULES = {"tied gpt": ["1f1b", "gpipe", "interleaved", "zb-h1", "varuna"], "llama": ["1f1b", "zbv"]}
+SCHEDULES = {"tied gpt": ["1f1b", "interleaved", "zb-h1", "varuna"], "llama": ["1f1b", "zbv"]}
 """ZBV adds up the gradients of tied parameters in another order."""
 
 
@@ -78,7 +78,7 @@ def test_all_synchronous_schedules_give_the_same_bits(name):
 # ----------------------------------------------------------------------------------------- evaluation
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_evaluation_gives_the_loss_of_one_process_without_dropout():
     pipeline = {"schedule": "interleaved", "num_microbatches": 4}
     engine, model = start("tied gpt", {"mesh": {"pp": 2}, "pipeline": pipeline}), build("tied gpt")
@@ -90,7 +90,6 @@ def test_evaluation_gives_the_loss_of_one_process_without_dropout():
         assert engine.eval_batch({"input_ids": own}, own).item() == pytest.approx(want, rel=1e-6)
     assert all(module.training for module in engine.module.modules())
     assert all(parameter.grad is None for parameter in engine.parameters())
-    engine.close(restore=False)
 
 
 # --------------------------------------------------------------------------------------- number of batches
@@ -114,7 +113,6 @@ def test_batches_that_cannot_be_taken_are_refused_on_all_ranks_and_training_goes
     want, want_norms = train_plainly(model, batches, max_norm=0.5)
     found = losses, [*norms, engine.grad_norm.item()], parameters_of(engine)
     agree([found], (want, want_norms, dict(model.named_parameters())), whole=False)
-    engine.close(restore=False)
 
 
 # ------------------------------------------------------------------------------------- frozen parameters
@@ -155,4 +153,3 @@ def test_a_rank_without_trained_parameters_takes_part():
     want = train_plainly(model, batches(), make=make_with_schedule, max_norm=0.5)
     agree([found], (*want, dict(model.named_parameters())), whole=False)
     assert engine.global_step == 3
-    engine.close(restore=False)
