@@ -48,9 +48,7 @@ def share_beside_compute(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=gpus(2, own=True))])
-def test_a_good_part_of_the_exchanges_runs_beside_compute(ranks, num_ranks, stage):
-    for share, num_exchanges in ranks(
-        num_ranks, share_beside_compute, stage, process_group=False, timeout=300
-    ):
+def test_a_good_part_of_the_exchanges_runs_beside_compute(on_gpus, num_ranks, stage):
+    for share, num_exchanges in on_gpus(num_ranks, share_beside_compute, stage):
         assert num_exchanges > 0
         assert share > 0.3

@@ -22,8 +22,8 @@ def profiled(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_the_parts_of_a_step_have_the_times_of_their_kernels(ranks, num_ranks, stage):
-    found = ranks(num_ranks, profiled, stage, process_group=False, timeout=300)
+def test_the_parts_of_a_step_have_the_times_of_their_kernels(on_gpus, num_ranks, stage):
+    found = on_gpus(num_ranks, profiled, stage)
     for profile, is_same in found:
         assert is_same
         assert profile.num_steps == 4
