@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from tests.checkpoint import runs
-from tests.distributed.training import ALL_STAGES, numbers
+from tests.distributed.training import numbers
 from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
-
-CHOSEN_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
 
 
 def offload(folder, **others):
     return {"offload": {"optimizer": "nvme", "nvme_path": str(folder), **others}}
+
+
+def swap_files(folder):
+    return sorted(map(str, folder.rglob("*.swap")))
 
 
 def refuse_space(*_):
