@@ -16,11 +16,6 @@ from zeroshard.parameters.sharded import gradient_of
 from zeroshard.stepping.clipping import global_norm
 from zeroshard.stores import store as stores_of_gradients
 
-
-def flat_gradients(engine):
-    return torch.cat([p.grad for p in engine.parameters() if p.grad is not None])
-
-
 STREAMS = SimpleNamespace(has_streams=lambda device: True)
 """As beside an accelerator: gradients of far main parameters are copied to other memory."""
 
@@ -97,7 +92,7 @@ def clip_another_way(engine):
 
 def read_before(engine):
     """Reads before the backward, which sets others."""
-    flat_gradients(engine) if any(p.grad is not None for p in engine.parameters()) else None
+    assert all(p.grad is None for p in engine.parameters())
     backward(engine)
 
 

@@ -18,48 +18,14 @@ import zeroshard
 from tests.checkpoint import runs
 from tests.ranks import on_ranks
 from tests.stores.late import waiting
-from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
+from tests.stores.tiers import BF16, BF16_MAIN, OPTIMIZERS, over
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import StepByParts
 from zeroshard.stores.pieces import HostPieces
 
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def with_tensor_rate(model):
-    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
-
-
-def fused(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def eight_bits(model):
-    return AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
-
-
-def lamb(model):
-    return LAMB(model.parameters(), lr=1e-2)
-
-
-def lars(model):
-    return LARS(model.parameters(), lr=1e-1)
-
-
-def muon(model):
-    return Muon(muon_groups(model))
-
-
-TOGETHER = (lamb, lars, muon)
+MAKERS = OPTIMIZERS | {"of a tensor": lambda model: over(torch.optim.AdamW, lr=torch.tensor(1e-2))(model)}
+TOGETHER = ("LAMB", "LARS", "Muon")
 """Optimizers whose step asks all ranks, so it waits for a forward on one rank alone."""
-NARROW = {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}
-BF16 = {"precision": {"param_dtype": "bf16"}}
 
 
 def last(engine):
@@ -154,19 +120,19 @@ LOOKS = (read_parameter, edit_parameter, read_state, read_state_dict, read_whole
 LOOKS += (clear_states, read_parameter, load_no_states, read_memory, read_memory, do_nothing)
 """The second `read_memory` finds that no step waits any more."""
 LOOPS_OF_ENGINES = {
-    "unseen": (UNSEEN, with_tensor_rate, {}, 5),
-    "unseen, bf16": (UNSEEN, fused, BF16, 5),
-    "unseen, 8 bits": (UNSEEN, eight_bits, NARROW, 5),
-    "looks": (LOOKS, adamw, {}, 0),
-    "looks, bf16": (LOOKS, fused, BF16, 0),
-    "looks, 8 bits": (LOOKS, eight_bits, NARROW, 0),
-    "sgd": (UNSEEN[:2], sgd, NARROW, 2),
-    "lamb": (UNSEEN[:3], lamb, NARROW, 3),
-    "lars": (UNSEEN[:3], lars, {}, 3),
-    "muon": (UNSEEN[:3], muon, NARROW, 3),
-    "muon, looks": ([read_parameter] * 3, muon, {}, 0),
-    "accumulated": ([change_rate] * 6, adamw, {"gradient_accumulation_steps": 3}, 1),
-    "clipped": (UNSEEN[:3], fused, {"clip_grad_norm": 0.01}, 3),
+    "unseen": (UNSEEN, "of a tensor", {}, 5),
+    "unseen, bf16": (UNSEEN, "fused", BF16, 5),
+    "unseen, 8 bits": (UNSEEN, "8-bit", BF16_MAIN, 5),
+    "looks": (LOOKS, "AdamW", {}, 0),
+    "looks, bf16": (LOOKS, "fused", BF16, 0),
+    "looks, 8 bits": (LOOKS, "8-bit", BF16_MAIN, 0),
+    "sgd": (UNSEEN[:2], "SGD", BF16_MAIN, 2),
+    "lamb": (UNSEEN[:3], "LAMB", BF16_MAIN, 3),
+    "lars": (UNSEEN[:3], "LARS", {}, 3),
+    "muon": (UNSEEN[:3], "Muon", BF16_MAIN, 3),
+    "muon, looks": ([read_parameter] * 3, "Muon", {}, 0),
+    "accumulated": ([change_rate] * 6, "AdamW", {"gradient_accumulation_steps": 3}, 1),
+    "clipped": (UNSEEN[:3], "fused", {"clip_grad_norm": 0.01}, 3),
 }
 """By name: what happens after each micro-batch, the optimizer, the config, and how many steps end in
 forwards, each over 3 units."""
@@ -219,8 +185,8 @@ def test_steps_that_wait_have_the_bits_of_steps_at_once(tmp_path, num_ranks, par
             looks[number](engine, seen)
             return loss
 
-        start = partial(runs.start, {"stage": 3} | config, make)
-        start_late = partial(runs.start, {"stage": 3} | config | (files if parameters else {}), make)
+        start = partial(runs.start, {"stage": 3} | config, MAKERS[make])
+        start_late = partial(runs.start, {"stage": 3} | config | (files if parameters else {}), MAKERS[make])
         waits = 0 if make in TOGETHER and num_ranks > 1 else 3 * num_steps
         found += differ(name, start, start_late, loop, len(looks), waits)
     return found
@@ -266,7 +232,7 @@ def test_no_step_waits_once_somebody_may_look_unseen():
                     value.zero_()
             engine.zero_grad(set_to_none=number != 1)
 
-        start = partial(runs.start, {"stage": 3}, adamw)
+        start = partial(runs.start, {"stage": 3}, OPTIMIZERS["AdamW"])
         found += differ(hold, start, start, loop, 3, hold == "nothing")
     return found
 
@@ -397,7 +363,7 @@ LOOPS = {
     "kept by a hook": (kept_by_a_hook, Shift, {}),
     "nan": (own_nan, Shift, {"nonfinite": "skip"}),
     "plain": (plainly, runs.build, {}),
-    "plain, bf16": (plainly, runs.build, NARROW),
+    "plain, bf16": (plainly, runs.build, BF16_MAIN),
     "closure": (with_a_closure, runs.build, {}),
     "clipped by hand": (clipped_by_hand, runs.build, {}),
     "float16": (overflowing, runs.build, {"precision": HALF}),
@@ -433,7 +399,7 @@ def test_averages_checkpoints_and_an_end_find_everything_stepped(tmp_path):
     ends = []
     for is_late in (False, True):
         with waiting(is_late) as names:
-            engine = runs.start({"stage": 3}, adamw)
+            engine = runs.start({"stage": 3}, OPTIMIZERS["AdamW"])
             average = zeroshard.EMA(engine, decay=0.5)
             losses = runs.train(engine, range(2))
             assert bool(names) is is_late
@@ -455,7 +421,7 @@ def test_a_step_that_waits_is_not_taken_by_an_engine_that_goes_and_keeps_nothing
     """One is closed, and one dropped."""
     steps = []
     with waiting(True):
-        closed, engine = (runs.start({"stage": 3}, adamw) for _ in range(2))
+        closed, engine = (runs.start({"stage": 3}, OPTIMIZERS["AdamW"]) for _ in range(2))
         for one in (closed, engine):
             runs.train(one, range(2))
         ends = [weakref.ref(one) for one in (engine.optimizer, engine._runtime, last(engine))]
@@ -474,7 +440,7 @@ def test_a_step_that_waits_is_not_taken_by_an_engine_that_goes_and_keeps_nothing
 def test_after_a_step_that_failed_nothing_is_saved_or_stepped(how):
     """It fails for a unit in a forward, or at its end before somebody looks."""
     with waiting(True):
-        engine = runs.start({"stage": 3}, adamw)
+        engine = runs.start({"stage": 3}, OPTIMIZERS["AdamW"])
         runs.train(engine, range(2))
         with pytest.MonkeyPatch.context() as patch:
             take = LateSteps._step

@@ -9,39 +9,34 @@ import pytest
 import torch
 from torch import nn
 
-import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import numbers
 from tests.ranks import on_ranks
-from tests.stores.tiers import FILES, OPTIMIZERS, offload, swap_files
+from tests.stores.tiers import FILES, OPTIMIZERS, offload, over, swap_files
 
 BEFORE, AFTER = range(3), range(3, 6)
+PLAIN = {"AdamW": over(torch.optim.AdamW, lr=1e-2), "8-bit": OPTIMIZERS["8-bit"]}
+"""Optimizers whose states become each other's."""
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("AdamW", "8-bit"), pytest.param("8-bit", "AdamW", marks=pytest.mark.long)]
+)
 @on_ranks(2)
 @runs.without_numba
-def test_what_one_tier_saved_goes_on_in_another_also_with_another_number_of_bits(tmp_path):
-    """States of 32 bits become ones of 8 bits and back: from files on the device, and from there in files."""
-    found, tiers = [], ({"stage": 1}, {"stage": 3, **offload(tmp_path, **FILES)})
-    for first, second in (("AdamW", "8-bit"), ("8-bit", "AdamW")):
-        ends = []
-        for before, after in (tiers, tiers[::-1]):
-            engine = runs.start(before, lambda model, first=first: plain(first, model))
-            runs.train(engine, BEFORE)
-            engine.save_checkpoint(tmp_path / "saved", "one", blocking=False)
-            engine._saver.finish()
-            engine = runs.start(after, lambda model, second=second: plain(second, model), seed=1)
-            engine.load_checkpoint(tmp_path / "saved", "one", convert_states=first != second)
-            ends.append(runs.state(engine, runs.train(engine, AFTER)))
-        found += runs.differences(*ends)
-        assert ends[0].losses == ends[1].losses
-    return found
-
-
-def plain(name, model):
-    if name == "AdamW":
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return zeroshard.optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256)
+def test_what_one_tier_saved_goes_on_in_another_also_with_another_number_of_bits(tmp_path, first, second):
+    """From files on the device, and from there in files."""
+    ends, tiers = [], ({"stage": 1}, {"stage": 3, **offload(tmp_path, **FILES)})
+    for before, after in (tiers, tiers[::-1]):
+        engine = runs.start(before, PLAIN[first])
+        runs.train(engine, BEFORE)
+        engine.save_checkpoint(tmp_path / "saved", "one", blocking=False)
+        engine._saver.finish()
+        engine = runs.start(after, PLAIN[second], seed=1)
+        engine.load_checkpoint(tmp_path / "saved", "one", convert_states=True)
+        ends.append(runs.state(engine, runs.train(engine, AFTER)))
+    assert ends[0].losses == ends[1].losses
+    return runs.differences(*ends)
 
 
 # ------------------------------------------------------------------------------------------------- building

@@ -17,7 +17,7 @@ from zeroshard.plan import pieces
 from zeroshard.stores.pieces import NUM_OTHERS, HostPieces, Parcel
 from zeroshard.stores.store import TierMemory
 
-UNDIVIDED = {"replacing", "LAMB", "Muon"}
+UNDIVIDED = {"replacing", "LAMB", "LARS", "Muon"}
 """Optimizers that step no parameter in pieces."""
 PIECE = 2048
 """Bytes; some parameters of the test model have ten such pieces on each of two ranks."""

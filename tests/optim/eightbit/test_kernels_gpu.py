@@ -2,15 +2,18 @@
 
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tests.checkpoint.runs import start
-from tests.endings import run
 from tests.optim.eightbit.cases import KINDS, OPTIONS, ROUNDED, RULES, begin, gradients, numbers_of, words
 from tests.optim.eightbit.interpreted import KEYS, STARTS, compare
 from zeroshard.optim.eightbit import rules
@@ -19,7 +22,6 @@ from zeroshard.optim.eightbit.rules import ADAM, LION
 from zeroshard.stepping import attach, rounding
 from zeroshard.stepping.rounding import Bits, has_kernels
 
-__all__ = ["run"]
 pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
 
 # One whole program and one that is cut; a block and a part of one, which shows how that is filled up.
@@ -29,19 +31,20 @@ SIZES = (1, 256, 300, 2048, 2304, 2309, 4096, 10_007)
 LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUNDED)] for size in SIZES]
 LONG += [f"exact {name}:2309" for name in RULES]
 
-INTERPRET = """
-import os, runpy, sys
-os.environ["TRITON_INTERPRET"] = "1"
-sys.argv[1:] = {cases!r}
-runpy.run_module("tests.optim.eightbit.interpreted", run_name="__main__")
-"""
-
 
 @pytest.mark.parametrize("cases", [[*STEPS, *ROUNDING], pytest.param(LONG, marks=pytest.mark.long)])
-def test_interpreted_steps_have_the_bits_of_the_cpu(run, cases):
-    [(ending,)] = run(INTERPRET.format(cases=cases), num_ranks=1)
-    assert ending.code == 0, ending.output
-    assert not {case: found for case, found in json.loads(ending.last_line).items() if found}
+def test_interpreted_steps_have_the_bits_of_the_cpu(cases):
+    """In a process whose Triton interprets, from its import on."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.optim.eightbit.interpreted", *cases],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not {case: found for case, found in json.loads(done.stdout.splitlines()[-1]).items() if found}
 
 
 # --------------------------------------------------------------------------------- compiled without a GPU
