@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.training import STAGES, batch, build, device_of, gpus, start, train
+from tests.gpu.training import STAGES, batch, build, gpus, start, train
 
 WIDTH, DEPTH = 1024, 8
 MB = 1 << 20
@@ -46,7 +46,7 @@ def peak_of_gathered():
     """Bytes that a forward of stage 3 has beside what is there at rest, and those of one unit in fp32."""
     engine = start(build(WIDTH, DEPTH), 3)
     train(engine, range(1))
-    inputs, targets = batch(WIDTH, 0, device_of(engine))
+    inputs, targets = batch(WIDTH, 0, engine.device)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -73,7 +73,7 @@ def with_activations(tier, recompute):
     """(peak of a backward beyond what is there at rest, norm of the gradients, pinned bytes)."""
     engine = start(build(NARROW, DEPTH), 1, recompute=recompute, offload={"activations": tier})
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(BATCH, NARROW, generator=generator).to(device_of(engine))
+    inputs = torch.randn(BATCH, NARROW, generator=generator).to(engine.device)
     for _ in range(3):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

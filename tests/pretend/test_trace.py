@@ -181,16 +181,3 @@ def test_the_thread_of_a_transfer_may_let_memory_go_after_another_thread_has_wai
             waiter.submit(writing.synchronize).result()
         transfer.submit(memory.clear).result()
     assert kinds(trace) == (set() if is_awaited else {Kind.FREED})
-
-
-def test_compiled_steps_write_through_arrays(
-    trace: Trace, pinned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.zeros(3).copy_(pinned, non_blocking=True)
-    trace.read_on_host(pinned, "numpy")
-    assert kinds(trace) == set()
-    monkeypatch.setattr(
-        "tests.pretend.trace.caller", lambda: "zeroshard/optim/eightbit/kernels.py(_work):164"
-    )
-    trace.read_on_host(pinned, "numpy")
-    assert kinds(trace) == {Kind.RACE}

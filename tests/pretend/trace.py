@@ -36,9 +36,6 @@ from tests.pretend.signatures import (
     tensors_of,
 )
 
-_COMPILED = ("zeroshard/optim/", "zeroshard/stepping/")
-"""Code that writes through arrays, in compiled steps of the host."""
-
 
 @dataclass
 class Report:
@@ -328,8 +325,7 @@ class Trace:
             regions = regions_of(tensor)
             self.await_values(regions)
             if all(self._is_on_host(region.key) for region in regions):
-                is_written = name == "numpy" and caller().startswith(_COMPILED)
-                self._note_on_host(name, regions, regions if is_written else ())
+                self._note_on_host(name, regions, ())
             elif any(self.block_of(region.storage) is not None for region in regions):
                 self._read_back(name, regions)
 
