@@ -1,7 +1,6 @@
 """All breaks, as breaks.txt has them:
 
 ## zeroshard/a file that is damaged
-
 a_name: The behaviour that is broken. After a change of the code it shows where the break belongs.
 -a text that stands once in the file
 +its replacement; a break without one deletes the text
@@ -19,8 +18,8 @@ from tests.net.runner import Break
 
 def _read(text: str) -> Iterator[Break]:
     for of_file in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        file, *parts = of_file.rstrip().split("\n\n")
-        for part in parts:
+        file, breaks = of_file.rstrip().split("\n", 1)
+        for part in breaks.split("\n\n"):
             head, *lines = part.split("\n")
             name, says = head.split(": ", 1)
             find, replace, tests = ([line[1:] for line in lines if line[0] == kind] for kind in "-+ ")

@@ -228,8 +228,10 @@ def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(tmp_
         "around a step": wrap_step,
         "late": delay_a_gradient,
     }
+    plain, _ = in_batches({}, OPTIMIZERS["AdamW"])
     for name, prepare in asking.items():
-        want, _ = in_batches({}, OPTIMIZERS["AdamW"], prepare)
+        looks = name in ("after a step", "of one rank", "late")
+        want = plain if looks else in_batches({}, OPTIMIZERS["AdamW"], prepare)[0]
         got, numbers = in_batches({"offload": files}, OPTIMIZERS["AdamW"], prepare)
         found += [f"{name}: {text}" for text in runs.differences(got, want)]
         found += [f"{name}: stepped {numbers}"] * (any(numbers) and name != "of one rank")

@@ -22,7 +22,7 @@ def _add(name: str, *, num_ranks: int = 2, sequence: bool = False, **config: Any
         bench.start(model, given={"tp_plan": of.PLAN}, mesh={"tp": 2}, **config)
         size = of.BATCH // bench.engine.dp_world_size
         own = slice(bench.engine.dp_rank * size, (bench.engine.dp_rank + 1) * size)
-        for number in range(4):
+        for number in range(3):
             bench.engine.backward(of.loss_of(bench.engine, number, own).float())
             bench.engine.step()
 

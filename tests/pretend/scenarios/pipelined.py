@@ -36,7 +36,7 @@ def _add(
     num_ranks: int = 2,
     pp: int = 2,
     is_tied: bool = False,
-    lengths: tuple[int, ...] = (5, 5, 3, 5),
+    lengths: tuple[int, ...] = (5, 3, 5),
     is_late: bool = False,
     **config: Any,
 ) -> None:

@@ -358,7 +358,7 @@ def _lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 _EARLY = {"step_in_backward": True}
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-AT_ONCE = (_edited, _shown)
+AT_ONCE = (_shown,)
 """Trainings in which no unit is stepped in a forward."""
 SYNCS = {
     _clipped: READS_FACTOR,
