@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.training import STAGES, batch, build, device_of, gpus, start, train
+from tests.gpu.training import STAGES, batch, build, gpus, start, train
 
 WIDTH, DEPTH = 1024, 8
 MB = 1 << 20
@@ -30,12 +30,12 @@ def at_rest(stage):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_bytes_at_rest_are_those_of_the_formula_and_stage_3_has_the_lowest_peak(ranks, num_ranks):
+def test_bytes_at_rest_are_those_of_the_formula_and_stage_3_has_the_lowest_peak(on_gpus, num_ranks):
     peaks = {}
     for stage in STAGES:
         # Without gradients, which step() drops: 4 bytes of parameters and 8 of states.
         share = {0: 12, 1: 4 + 8 / num_ranks, 2: 4 + 8 / num_ranks, 3: 12 / num_ranks}[stage]
-        for num, rest, peak in ranks(num_ranks, at_rest, stage, process_group=False, timeout=300):
+        for num, rest, peak in on_gpus(num_ranks, at_rest, stage):
             assert share * num * 0.99 <= rest <= share * num * 1.01 + SLACK
             peaks[stage] = peak
     if num_ranks > 1:
@@ -46,7 +46,7 @@ def peak_of_gathered():
     """Bytes that a forward of stage 3 has beside what is there at rest, and those of one unit in fp32."""
     engine = start(build(WIDTH, DEPTH), 3)
     train(engine, range(1))
-    inputs, targets = batch(WIDTH, 0, device_of(engine))
+    inputs, targets = batch(WIDTH, 0, engine.device)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -57,8 +57,8 @@ def peak_of_gathered():
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=gpus(2))])
-def test_a_forward_of_stage_3_holds_few_units_at_a_time(ranks, num_ranks):
-    for grown, unit in ranks(num_ranks, peak_of_gathered, process_group=False, timeout=300):
+def test_a_forward_of_stage_3_holds_few_units_at_a_time(on_gpus, num_ranks):
+    for grown, unit in on_gpus(num_ranks, peak_of_gathered):
         assert grown <= 4 * unit + SLACK  # this one, the one before, the next, the root
         assert grown < DEPTH * unit
 
@@ -73,7 +73,7 @@ def with_activations(tier, recompute):
     """(peak of a backward beyond what is there at rest, norm of the gradients, pinned bytes)."""
     engine = start(build(NARROW, DEPTH), 1, recompute=recompute, offload={"activations": tier})
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(BATCH, NARROW, generator=generator).to(device_of(engine))
+    inputs = torch.randn(BATCH, NARROW, generator=generator).to(engine.device)
     for _ in range(3):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -90,10 +90,9 @@ def with_activations(tier, recompute):
 @pytest.mark.parametrize(
     ("recompute", "of_a_block", "fewest"), [("none", 10 * OF_AN_INPUT, 5), ("unit", OF_AN_INPUT, 3)]
 )
-def test_activations_on_the_host_are_not_on_the_device(ranks, num_ranks, recompute, of_a_block, fewest):
+def test_activations_on_the_host_are_not_on_the_device(on_gpus, num_ranks, recompute, of_a_block, fewest):
     (kept, expected, _), (moved, norm, pinned) = (
-        ranks(num_ranks, with_activations, tier, recompute, process_group=False, timeout=300)[0]
-        for tier in ("none", "cpu")
+        on_gpus(num_ranks, with_activations, tier, recompute)[0] for tier in ("none", "cpu")
     )
     assert norm == expected
     # The device has what two blocks have saved, and what is on its way.

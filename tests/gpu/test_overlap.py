@@ -1,9 +1,10 @@
-"""Exchanges run beside compute: intervals of kernels, as the profiler tells them."""
+"""Times of kernels: exchanges run beside compute, and a profile has the parts of a step."""
 
 import pytest
 import torch
 
-from tests.gpu.training import BF16, build, gpus, start, train
+import zeroshard
+from tests.gpu.training import BF16, STAGES, build, gpus, start, train
 
 
 def covered(intervals, others):
@@ -48,9 +49,36 @@ def share_beside_compute(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=gpus(2, own=True))])
-def test_a_good_part_of_the_exchanges_runs_beside_compute(ranks, num_ranks, stage):
-    for share, num_exchanges in ranks(
-        num_ranks, share_beside_compute, stage, process_group=False, timeout=300
-    ):
+def test_a_good_part_of_the_exchanges_runs_beside_compute(on_gpus, num_ranks, stage):
+    for share, num_exchanges in on_gpus(num_ranks, share_beside_compute, stage):
         assert num_exchanges > 0
         assert share > 0.3
+
+
+WIDTH, DEPTH, SIZE = 4096, 8, 512
+"""Large enough that the device, and not the host, takes the time of each part."""
+
+
+def profiled(stage):
+    """A profile, and if losses are those without it."""
+    engine = start(build(WIDTH, DEPTH), stage)
+    train(engine, range(2), SIZE)
+    with zeroshard.profile(engine) as profile:
+        losses = train(engine, range(2, 6), SIZE)
+    profile.operations = None  # torch's own stays on its rank
+    plain = start(build(WIDTH, DEPTH), stage)
+    return profile, losses == train(plain, range(6), SIZE)[2:]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
+def test_the_parts_of_a_step_have_the_times_of_their_kernels(on_gpus, num_ranks, stage):
+    found = on_gpus(num_ranks, profiled, stage)
+    for profile, is_same in found:
+        assert is_same
+        assert profile.num_steps == 4
+        assert profile.phases["forward"] > 0
+        assert profile.phases["backward"] > profile.phases["forward"]
+        if stage == 3 and num_ranks > 1:
+            assert profile.phases["gather"] > 0
+            assert profile.phases["reduce"] > 0

@@ -4,45 +4,29 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.training import BF16, STAGES, build, device_of, gpus, start, train, train_replicated
+from tests.gpu.training import BF16, STAGES, build, gpus, start, train, train_replicated
 
 STEPS = range(10)
 
 
 def losses_of_all(precision):
-    """This rank's losses: of the reference, and by stage."""
-    model = build()
-    found, device = {}, None
+    """This rank's losses: of the reference, and with the norm of the first gradients, by stage."""
+    model, found = build(), {}
     for stage in STAGES:
         engine = start(model, stage, precision=precision, clip_grad_norm=1e9)
-        device = device_of(engine)
-        found[stage] = train(engine, STEPS), engine.grad_norm.item()
-    return train_replicated(model, device, STEPS, bf16=bool(precision)), found, device.type
+        losses, norm = train(engine, STEPS[:1]), engine.grad_norm.item()
+        found[stage] = losses + train(engine, STEPS[1:]), norm
+    return train_replicated(model, engine.device, STEPS, bf16=bool(precision)), found, engine.device.type
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [({}, 1e-4), (BF16, 2e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2, 4)])
-def test_losses_of_all_stages_are_those_of_ddp(ranks, num_ranks, precision, tolerance):
-    for want, found, device in ranks(num_ranks, losses_of_all, precision, process_group=False, timeout=300):
+def test_losses_of_all_stages_are_those_of_ddp_and_norms_are_equal(on_gpus, num_ranks, precision, tolerance):
+    for want, found, device in on_gpus(num_ranks, losses_of_all, precision):
         assert device == "cuda"
-        for stage, (losses, _) in found.items():
+        for stage, (losses, norm) in found.items():
             assert losses == pytest.approx(want, rel=tolerance), f"stage {stage}"
-
-
-def norms_of_all():
-    """The norm of the first gradients, by stage."""
-    found = []
-    for stage in STAGES:
-        engine = start(build(), stage, clip_grad_norm=1e9)
-        train(engine, range(1))
-        found.append(engine.grad_norm.item())
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=gpus(2))])
-def test_the_norm_of_the_same_gradients_is_the_same_at_all_stages(ranks, num_ranks):
-    for norms in ranks(num_ranks, norms_of_all, process_group=False, timeout=300):
-        assert norms == pytest.approx([norms[0]] * len(STAGES), rel=1e-6)
+            assert norm == pytest.approx(found[0][1], rel=tolerance if precision else 1e-6)
 
 
 def resumed(folder, blocking):
@@ -59,8 +43,8 @@ def resumed(folder, blocking):
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(ranks, tmp_path, num_ranks, blocking):
-    results = ranks(num_ranks, resumed, str(tmp_path), blocking, process_group=False, timeout=300)
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(on_gpus, tmp_path, num_ranks, blocking):
+    results = on_gpus(num_ranks, resumed, str(tmp_path), blocking)
     for went_on, loaded in results:
         assert loaded == pytest.approx(went_on, rel=1e-3)  # kernels may add in another order
 
@@ -82,8 +66,8 @@ def accumulated_in_half():
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_train_batch_learns_in_float16_from_batches_in_host_memory(ranks, num_ranks):
-    for losses, num_steps in ranks(num_ranks, accumulated_in_half, process_group=False, timeout=300):
+def test_train_batch_learns_in_float16_from_batches_in_host_memory(on_gpus, num_ranks):
+    for losses, num_steps in on_gpus(num_ranks, accumulated_in_half):
         assert num_steps == 30
         assert losses[-1] < losses[0] / 2
 
@@ -107,11 +91,11 @@ def losses_of_recurrent():
     for stage in STAGES:
         engine = start(model, stage)
         found[stage] = train(engine, STEPS)
-    return train_replicated(model, device_of(engine), STEPS, bf16=False), found
+    return train_replicated(model, engine.device, STEPS, bf16=False), found
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_recurrent_layers_compute_with_the_values_after_the_last_step(ranks, num_ranks):
-    for want, found in ranks(num_ranks, losses_of_recurrent, process_group=False, timeout=300):
+def test_recurrent_layers_compute_with_the_values_after_the_last_step(on_gpus, num_ranks):
+    for want, found in on_gpus(num_ranks, losses_of_recurrent):
         for stage, losses in found.items():
             assert losses == pytest.approx(want, rel=1e-4), f"stage {stage}"

@@ -13,6 +13,11 @@ WIDTH, DEPTH = 1024, 8
 MB = 1 << 20
 SLACK = 64 * MB
 HOST = {"optimizer": "cpu"}
+PRECISIONS = [
+    pytest.param({}, id="fp32"),
+    pytest.param(BF16, id="bf16"),
+    pytest.param(BF16 | {"main_dtype": "bf16"}, id="bf16 main"),
+]
 
 
 def train_there(engine, numbers):
@@ -41,26 +46,28 @@ def losses_and_weights(stage, precision, offload):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_steps_of_other_tiers_have_the_values_of_the_device(ranks, tmp_path, num_ranks, stage, precision):
+def test_steps_of_other_tiers_have_the_values_of_the_device(on_gpus, tmp_path, num_ranks, stage, precision):
     files, early = {"optimizer": "nvme", "nvme_path": str(tmp_path)}, {"step_in_backward": True}
     tiers = [HOST, {**HOST, "device_fraction": 0.5}, files]
     if stage == 3:
         tiers += [HOST | early, files | early, {**HOST, "parameters": "cpu"} | early]
         tiers += [files | {"parameters": "cpu"}, files | {"parameters": "nvme"} | early]
+        tiers += [{**HOST, "device_fraction": 0.5} | early]
     for offload in tiers:
-        for plain, moved, difference in ranks(
-            num_ranks, losses_and_weights, stage, precision, offload, process_group=False, timeout=300
-        ):
+        for plain, moved, difference in on_gpus(num_ranks, losses_and_weights, stage, precision, offload):
             if "step_in_backward" in offload:  # no norm is taken
                 assert moved == plain
                 assert difference == 0
                 continue
-            # A CPU, or a norm that is summed in other parts, may round the last bit in another way, which
-            # bfloat16 can turn into one of its own.
             assert moved == pytest.approx(plain, rel=1e-2 if precision else 1e-6)
-            assert difference <= (1e-3 if precision else 1e-6)
+            assert difference <= most_different(precision)
+
+
+def most_different(precision):
+    """A norm of other parts may have another last bit, which bfloat16 can turn into one of its own."""
+    return 1e-2 if "main_dtype" in precision else 1e-3 if precision else 1e-6
 
 
 def micro_batches(stage, precision, offload):
@@ -87,44 +94,17 @@ def plain_and_far_micro_batches(stage, precision):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    "precision", [{}, BF16, BF16 | {"main_dtype": "bf16"}], ids=["fp32", "bf16", "bf16 main"]
-)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_the_device_adds_up_micro_batches_and_their_norm(ranks, num_ranks, stage, precision):
-    for plain, moved, difference, num_noted in ranks(
-        num_ranks, plain_and_far_micro_batches, stage, precision, process_group=False, timeout=300
+def test_the_device_adds_up_micro_batches_and_their_norm(on_gpus, num_ranks, stage, precision):
+    for plain, moved, difference, num_noted in on_gpus(
+        num_ranks, plain_and_far_micro_batches, stage, precision
     ):
-        tolerance = 1e-2 if precision else 1e-6  # as above
         for one, other in zip(plain, moved, strict=True):
-            assert other == pytest.approx(one, rel=tolerance)
-        assert difference <= (1e-2 if "main_dtype" in precision else 1e-3 if precision else 1e-6)
+            assert other == pytest.approx(one, rel=1e-2 if precision else 1e-6)
+        assert difference <= most_different(precision)
         # Other main parameters are those that the device computes with; they and their gradients stay there.
         assert bool(num_noted) is (precision == BF16)
-
-
-def early_and_late(offload, precision):
-    """Losses and weights of steps after the backward, or in the next forward, and of steps in it."""
-    found = []
-    for is_early in (False, True):
-        own = {**offload, "step_in_backward": is_early}
-        engine = start(build(WIDTH, DEPTH), 3, offload=own, precision=precision)
-        found.append((train_there(engine, range(4)), list(engine.full_state_dict().values())))
-        engine.close(restore=False)
-    (losses, weights), (early_losses, early_weights) = found
-    return losses, early_losses, [torch.equal(*pair) for pair in zip(weights, early_weights, strict=True)]
-
-
-@pytest.mark.parametrize("precision", [{}, BF16, BF16 | {"main_dtype": "bf16"}], ids=["fp32", "bf16", "main"])
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=gpus(1))])
-def test_steps_in_the_backward_have_the_values_of_steps_after_it(ranks, tmp_path, num_ranks, precision):
-    files = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
-    for offload in (HOST, {**HOST, "parameters": "cpu"}, {**HOST, "device_fraction": 0.5}, files):
-        ((late, early, are_equal),) = ranks(
-            num_ranks, early_and_late, offload, precision, process_group=False, timeout=300
-        )
-        assert early == late
-        assert all(are_equal)
 
 
 def bytes_held(offload):
@@ -149,11 +129,11 @@ def bytes_held(offload):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=gpus(1))])
-def test_the_device_keeps_no_states_and_pinned_bytes_are_exact(ranks, num_ranks):
-    ((num, plain, *none),) = ranks(num_ranks, bytes_held, {}, process_group=False, timeout=300)
+def test_the_device_keeps_no_states_and_pinned_bytes_are_exact(on_gpus, num_ranks):
+    ((num, plain, *none),) = on_gpus(num_ranks, bytes_held, {})
     assert none == [0, 0]
     offload = {**HOST, "parameters": "cpu"}
-    ((_, moved, before, after),) = ranks(num_ranks, bytes_held, offload, process_group=False, timeout=300)
+    ((_, moved, before, after),) = on_gpus(num_ranks, bytes_held, offload)
     assert plain >= 12 * num * 0.99
     assert moved <= SLACK
     assert before == 4 * num  # main parameters in float32, from which gathers start

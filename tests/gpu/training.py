@@ -74,10 +74,6 @@ def start(model: nn.Module, stage: int, **config: Any) -> Engine:
     return zeroshard.initialize(model, adamw(model), {"stage": stage, **config}).engine
 
 
-def device_of(engine: Engine) -> torch.device:
-    return engine.device
-
-
 def batch(width: int, number: int, device: torch.device, size: int = 64) -> tuple[Tensor, Tensor]:
     """This rank's data of a step."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
@@ -89,7 +85,7 @@ def train(engine: Engine, numbers: range, size: int = 64) -> list[float]:
     """Losses of this rank."""
     losses = []
     for number in numbers:
-        inputs, targets = batch(engine.module.width, number, device_of(engine), size)
+        inputs, targets = batch(engine.module.width, number, engine.device, size)
         loss = F.cross_entropy(engine(inputs).float(), targets)
         engine.backward(loss)
         engine.step()

@@ -101,11 +101,15 @@ def test_in_one_process_matrices_follow_torchs_muon_and_all_else_its_adamw():
     ],
 )
 def test_every_hyperparameter_means_what_it_does_to_torch(options):
+    """At last its state dict goes on here."""
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((30, 50), (50, 30), (16, 16))]
     theirs = copy.deepcopy(ours)
     one, other = Muon(ours, **options), torch.optim.Muon(theirs, **options)
-    for _ in range(4):
+    for step in range(5):
+        if step == 4:
+            one = Muon(ours)
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
         for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn(p.shape)
             q.grad = p.grad.clone()
@@ -124,27 +128,6 @@ def test_spectral_unclamped_scales_by_the_root_of_rows_over_columns():
     optimizer.step()
     # The direction is that of the first gradient: momentum scales it, and the norm is divided out.
     torch.testing.assert_close(weight.detach(), want, rtol=0, atol=1e-2)
-
-
-def test_a_state_dict_of_torchs_muon_goes_on_here():
-    torch.manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape)) for shape in ((30, 50), (16, 16))]
-    theirs = copy.deepcopy(ours)
-    one, other = Muon(ours), torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0)
-
-    def step(optimizer, parameters, number):
-        for p in parameters:
-            p.grad = gradient("x", number, p.shape)
-        optimizer.step()
-
-    step(other, theirs, 0)
-    one.load_state_dict(copy.deepcopy(other.state_dict()))
-    with torch.no_grad():
-        for p, q in zip(ours, theirs, strict=True):
-            p.copy_(q)
-    step(one, ours, 1)
-    step(other, theirs, 1)
-    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("before", [True, False])

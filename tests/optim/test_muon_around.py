@@ -7,8 +7,7 @@ import pytest
 
 import zeroshard
 from tests.distributed.training import STAGES, numbers
-from tests.optim.known import build
-from tests.optim.matrices import unequal
+from tests.optim.matrices import build, unequal
 from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
 from tests.ranks import on_ranks
@@ -24,7 +23,7 @@ def optimizer_of(model, **more):
 
 
 def start(config, **more):
-    model = build()
+    model = build(with_zeros=True)
     return zeroshard.initialize(model, optimizer_of(model), config, **more).engine
 
 

@@ -272,24 +272,18 @@ def _a_step_hides_what_is_copied_along_with_it(bench: Bench, patch: pytest.Monke
     patch.setattr(buffer, "mark_here", lambda device: Mark(None))
 
 
-def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios: str) -> None:
-    """Add the break in which one function does not call a method that makes the host wait."""
+@_must_show(Kind.RACE, scenarios=("host_edited",))
+def _no_wait_in_gathers(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Main parameters change while gathers still copy them to the device."""
+    wait = MainStore.await_copies
 
-    def apply(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-        wait = getattr(owner, method)
+    def waits(store: MainStore) -> None:
+        if sys._getframe(1).f_code.co_name != "_await_gathers":
+            wait(store)
 
-        def waits(self: Any) -> None:
-            if sys._getframe(1).f_code.co_name != function:
-                wait(self)
-
-        patch.setattr(owner, method, waits)
-
-    BREAKS[f"no_{method.strip('_')}_in_{function.strip('_')}"] = Break(
-        apply=apply, scenarios=scenarios, kinds=frozenset((kind,))
-    )
+    patch.setattr(MainStore, "await_copies", waits)
 
 
-_no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, "host_edited")
 # Three more calls of await_copies, in MainStore.release, Edits and EarlySteps, are not needed as the engine
 # is now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an
 # edit in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is

@@ -80,17 +80,16 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
     patch.setattr(store, "host_memory", _pinning(store.host_memory, trace))
-    map_ranges, round_ = files.map_ranges, rounding._round
+    map_ranges, round_ = files.map_ranges, rounding.round_in_chunks
 
     def mapped(*args: Any) -> torch.Tensor:
         memory = map_ranges(*args)
         trace.put_on_host([memory])
         return memory
 
-    def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-        if trace.is_on_host(values):  # so are the bits, which were made for their device
-            trace.put_on_host([bits])
-        return round_(values, bits)
+    def rounded(out: torch.Tensor, values: torch.Tensor, key: int, start: int) -> None:
+        """It is one kernel on a GPU."""
+        trace.run_as_one("round", lambda: round_(out, values, key, start), [values], [out])
 
     with torch.device("cpu"):  # torch notes its functions with the first context, and keeps the note
         torch.empty(0)
@@ -99,7 +98,7 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     for name in ("frombuffer", "from_numpy", "get_rng_state"):
         patch.setattr(torch, name, _making(getattr(torch, name), trace, is_on_host=True))
     patch.setattr(files, "map_ranges", mapped)
-    patch.setattr(rounding, "_round", rounded)
+    patch.setattr(rounding, "round_in_chunks", rounded)
     patch.setattr(TensorReader, "_read_run", _touching(TensorReader._read_run, trace))
     _install_transfers(patch, trace)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -16,21 +16,29 @@ _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + "/"
 _LAYERS = str(Path(torch.__file__).parent / "nn") + "/"
 
 
-@cache
-def _name(code: CodeType) -> str | None:
-    """The code in a finding; None for code that tells nothing."""
-    path = code.co_filename
+class _Place(NamedTuple):
+    """A function, by how much it says."""
+
+    code: CodeType
+    name: str | None
+    """Of code of the engine or of an optimizer, for findings."""
+    outer: str | None
+    """Of a layer or a scenario, which says less."""
+
+
+_places: dict[int, _Place] = {}
+"""By the address of the code: its hash goes through all instructions, and each operation asks for many."""
+
+
+def _place_of(code: CodeType) -> _Place:
+    path, name, outer = code.co_filename, None, None
     if path.startswith(_ENGINE):
-        return f"zeroshard/{path.removeprefix(_ENGINE)}({code.co_name})"
-    if path.startswith(_OPTIMIZERS):
-        return f"torch/optim({code.co_name})"
-    return None
-
-
-@cache
-def _outer_name(code: CodeType) -> str | None:
-    path = code.co_filename
-    return f"{Path(path).name}({code.co_name})" if path.startswith(_LAYERS) or "/scenarios/" in path else None
+        name = f"zeroshard/{path.removeprefix(_ENGINE)}({code.co_name})"
+    elif path.startswith(_OPTIMIZERS):
+        name = f"torch/optim({code.co_name})"
+    elif path.startswith(_LAYERS) or "/scenarios/" in path:
+        outer = f"{Path(path).name}({code.co_name})"
+    return _places.setdefault(id(code), _Place(code, name, outer))
 
 
 def caller() -> str:
@@ -43,9 +51,10 @@ def caller() -> str:
     outer: str | None = None
     while frame is not None:
         code = frame.f_code
-        if (name := _name(code)) is not None:
-            return f"{name}:{frame.f_lineno}"
-        if outer is None and (name := _outer_name(code)) is not None:
-            outer = f"{name}:{frame.f_lineno}"
+        place = _places.get(id(code)) or _place_of(code)
+        if place.name is not None:
+            return f"{place.name}:{frame.f_lineno}"
+        if outer is None and place.outer is not None:
+            outer = f"{place.outer}:{frame.f_lineno}"
         frame = frame.f_back
     return outer or "autograd"

@@ -8,7 +8,7 @@ def nonfinite_gradients_are_skipped(bench: Bench) -> None:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ VOCABULARY, BATCH = 500, (2, 8)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)  # as on an accelerator
 
 
 class Bench:
@@ -43,17 +43,29 @@ class Bench:
         return GPT(tied=tied, num_blocks=num_blocks, width=16, heads=2)
 
     def start(
-        self, model: nn.Module, optimizer: MakeOptimizer | None = adamw, outer_step: Any = None, **config: Any
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer | Optimizer | None = adamw,
+        given: Mapping[str, Any] | None = None,
+        **config: Any,
     ) -> Any:
-        """Initialize an engine; it is `self.engine` from now on."""
+        """Initialize an engine with what is given besides; it is `self.engine` from now on."""
         config = {"watchdog_s": 60.0} | config
         with self.trace.syncs_allowed():
-            self.engine = zeroshard.initialize(model, optimizer, config, outer_step=outer_step).engine
+            self.engine = zeroshard.initialize(model, optimizer, config, **given or {}).engine
         for unit in self.engine._runtime.units:
             for number, buffer in enumerate(unit.buffers):
                 self.trace.name(buffer.full, f"full[{number}] of {unit.described}")
                 self.trace.name(buffer.main, f"main[{number}] of {unit.described}")
         return self.engine
+
+    def compare_later(self, found: list[Tensor], run: Callable[[], list[Tensor]]) -> None:
+        """Compare values with those of another run without the pretend device."""
+
+        def compare() -> None:
+            assert all(torch.equal(one, other) for one, other in zip(found, run(), strict=True))
+
+        self.later.append(compare)
 
     def tokens(self, number: int) -> Tensor:
         """A micro-batch, other ones on other ranks."""

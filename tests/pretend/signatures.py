@@ -47,7 +47,8 @@ class Signature(NamedTuple):
     name: str
     arguments: tuple[tuple[int, str, bool], ...]
     """Of those that hold tensors: position, name, and True when it is written."""
-    is_view: bool
+    says_nothing: bool
+    """True for a view, and for a collective, which the transport notes."""
 
 
 @cache
@@ -59,7 +60,8 @@ def signature_of(func: torch._ops.OpOverload) -> Signature:
         if "Tensor" in str(argument.type)
     )
     is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
-    return Signature(schema.name, arguments, is_view and not any(writes for _, _, writes in arguments))
+    is_view = is_view and not any(writes for _, _, writes in arguments) and schema.name != "aten::lift_fresh"
+    return Signature(schema.name, arguments, is_view or schema.name.startswith("c10d"))
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ import contextlib
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ import zeroshard
 from tests.distributed.models import GPT
 from tests.pretend.device import pretend_device
 from tests.pretend.findings import Kind
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from zeroshard.comm import collectives, mesh, streams
 
 
@@ -31,22 +32,17 @@ def trained(stage: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.full_state_dict().items()}
 
 
-def differences(stage: int) -> list[str]:
-    """Weights that are others over the pretend device than without it, before and after."""
-    before = trained(stage)
+@on_ranks(2)
+def test_values_are_those_of_cpu_ranks_to_the_bit() -> None:
+    """Also after a training over the pretend device."""
+    before = trained(3)
     with pretend_device() as trace:
-        pretended = trained(stage)
+        pretended = trained(3)
     assert "reduce" in {stream for stream, _ in trace.kernels}
-    after = trained(stage)
-    return [
-        name
-        for name, value in before.items()
-        if not (torch.equal(value, pretended[name]) and torch.equal(value, after[name]))
-    ]
-
-
-def test_values_are_those_of_cpu_ranks_to_the_bit(ranks: Ranks) -> None:
-    assert ranks(2, differences, 3) == [[], []]
+    after = trained(3)
+    for name, value in before.items():
+        assert torch.equal(value, pretended[name]), name
+        assert torch.equal(value, after[name]), name
 
 
 def patched() -> list[object]:
@@ -60,33 +56,26 @@ def patched() -> list[object]:
     ]
 
 
-def is_restored(fails: bool) -> tuple[bool, bool]:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(1)
+def test_the_process_is_left_as_it_was(fails: bool) -> None:
     before = patched()
     with contextlib.suppress(LookupError), pretend_device():
-        changed = all(new is not old for new, old in zip(patched(), before, strict=True))
+        assert all(new is not old for new, old in zip(patched(), before, strict=True))
         if fails:
             raise LookupError
-    after = patched()
-    return changed, all(new is old for new, old in zip(after, before, strict=True))
+    assert all(new is old for new, old in zip(patched(), before, strict=True))
 
 
-def test_the_process_is_left_as_it_was(ranks: Ranks) -> None:
-    assert ranks(1, is_restored, False) == [(True, True)]
-    assert ranks(1, is_restored, True) == [(True, True)]
-
-
-def waits_for_memory_of_the_host(device: str | torch.device) -> set[Kind]:
-    """The kinds of findings after the host has read a number that lies there."""
-    with pretend_device() as trace:
-        number = torch.empty((), device=device)
-        number.copy_(torch.frombuffer(bytearray(4), dtype=torch.float32)[0], non_blocking=True)
-        assert not number.item()
-    return {finding.kind for finding in trace.findings}
-
-
-def test_memory_whose_device_is_spelled_cpu_is_the_host_s(ranks: Ranks) -> None:
-    assert ranks(1, waits_for_memory_of_the_host, "cpu") == [set()]
-    assert ranks(1, waits_for_memory_of_the_host, torch.device("cpu")) == [{Kind.SYNC}]
+@on_ranks(1)
+def test_memory_whose_device_is_spelled_cpu_is_the_host_s() -> None:
+    """Else the host waits for the device before it reads a number that lies there."""
+    for device, kinds in (("cpu", set()), (torch.device("cpu"), {Kind.SYNC})):
+        with pretend_device() as trace:
+            number = torch.empty((), device=device)
+            number.copy_(torch.frombuffer(bytearray(4), dtype=torch.float32)[0], non_blocking=True)
+            assert not number.item()
+        assert {finding.kind for finding in trace.findings} == kinds
 
 
 def test_no_module_keeps_a_function_that_is_patched() -> None:

@@ -15,7 +15,7 @@ import zeroshard
 from tests.pretend.device import pretend_device
 from tests.pretend.scenarios.offloaded import HOST, num_copies, of_any_size
 from tests.pretend.trace import Trace
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -79,16 +79,13 @@ def bytes_on_the_device(trace: Trace, offload: dict[str, Any]) -> list[int]:
     return [after_forward, trace.device_bytes() - before, engine.memory_report().host]
 
 
-def differences_of_bytes() -> list[int]:
+@on_ranks(1)
+def test_the_device_has_what_two_units_have_saved_and_the_host_the_rest() -> None:
     with of_any_size(), pretend_device() as trace:
         kept, moved = (bytes_on_the_device(trace, offload) for offload in ({}, HOST))
-    return [before - after for before, after in zip(kept, moved, strict=True)]
-
-
-def test_the_device_has_what_two_units_have_saved_and_the_host_the_rest(ranks: Ranks) -> None:
     # After a backward that keeps its graph, all is on the device again.
     num_bytes = [NUM_FREED * X.nbytes, 0, -NUM_COPIED * 4096]
-    assert ranks(1, differences_of_bytes) == [num_bytes]
+    assert [before - after for before, after in zip(kept, moved, strict=True)] == num_bytes
 
 
 def edits(kind: str) -> Callable[[int, Tensor], None]:
@@ -127,22 +124,16 @@ def outcome(kind: str, offload: dict[str, Any]) -> str:
 KINDS = ("none", "inside", "at once", "later", "a view, later")
 
 
-def outcomes() -> list[tuple[str, str, str]]:
-    """For each kind of edits: without offload, with it, and with it for tensors too small to move."""
+@on_ranks(1)
+def test_a_saved_tensor_that_was_modified_in_place_is_the_error_that_torch_has() -> None:
+    """With offload also of tensors that are too small to move."""
     plain = {kind: outcome(kind, {}) for kind in KINDS}
     with pretend_device():
-        small = {kind: outcome(kind, HOST) for kind in KINDS}
+        assert {kind: outcome(kind, HOST) for kind in KINDS} == plain
         with of_any_size():
-            moved = {kind: outcome(kind, HOST) for kind in KINDS}
-    return [(plain[kind], moved[kind], small[kind]) for kind in KINDS]
-
-
-def test_a_saved_tensor_that_was_modified_in_place_is_the_error_that_torch_has(ranks: Ranks) -> None:
-    [(none, *rest), *others] = ranks(1, outcomes)[0]
-    assert rest == [none, none]
-    for plain, moved, small in others:
-        assert plain == moved == small
-        assert plain.startswith("one of the variables needed for gradient computation has been modified")
+            assert {kind: outcome(kind, HOST) for kind in KINDS} == plain
+    message = "one of the variables needed for gradient computation has been modified"
+    assert [kind for kind in KINDS if not plain[kind].startswith(message)] == ["none"]
 
 
 class _Views(torch.autograd.Function):
@@ -173,17 +164,15 @@ class SavesViews(nn.Module):
         return _Views.apply(x, self.notes)
 
 
-def copies_of_views() -> tuple[list[bool], tuple[int, int]]:
+@on_ranks(1)
+def test_memory_that_is_saved_several_times_moves_once_and_views_are_as_they_were() -> None:
     notes: list[bool] = []
     with of_any_size(), pretend_device() as trace:
         model, engine = stack()
         model.blocks[1].between = SavesViews(notes)
         engine(X).backward()
-        return notes, num_copies(trace)
-
-
-def test_memory_that_is_saved_several_times_moves_once_and_views_are_as_they_were(ranks: Ranks) -> None:
-    assert ranks(1, copies_of_views) == [([True], (NUM_COPIED + 1, NUM_FREED + 1))]
+        assert num_copies(trace) == (NUM_COPIED + 1, NUM_FREED + 1)
+    assert notes == [True]
 
 
 def under_no_grad(model: Stack, engine: Any) -> Tensor:
@@ -228,17 +217,10 @@ MODES = {
 """Ways to use a model, and True for those in which activations move."""
 
 
-def modes_that_differ() -> list[str]:
-    wrong = []
+@on_ranks(1)
+def test_graphs_of_all_kinds_have_the_values_of_a_cpu() -> None:
     for run, moves in MODES.items():
         plain = run(*stack({}))
         with of_any_size(), pretend_device() as trace:
-            moved = run(*stack())
-            has_moved = min(num_copies(trace)) > 0
-        if not torch.equal(plain, moved) or has_moved is not moves:
-            wrong.append(run.__name__)
-    return wrong
-
-
-def test_graphs_of_all_kinds_have_the_values_of_a_cpu(ranks: Ranks) -> None:
-    assert ranks(1, modes_that_differ) == [[]]
+            assert torch.equal(plain, run(*stack())), run.__name__
+            assert (min(num_copies(trace)) > 0) is moves, run.__name__

@@ -145,11 +145,6 @@ def test_the_host_reads_pinned_memory_only_when_it_has_waited_for_the_copy(
     assert kinds(trace) == {Kind.RACE}
 
 
-def test_a_kernel_cannot_use_memory_of_the_host(trace: Trace, pinned: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="on the device and on the host"):
-        torch.zeros(3) + pinned
-
-
 def test_the_host_waits_for_a_copy_into_pageable_memory_and_not_for_one_out_of_it(trace: Trace) -> None:
     with trace.paused():
         memory = torch.zeros(3)
@@ -161,14 +156,16 @@ def test_the_host_waits_for_a_copy_into_pageable_memory_and_not_for_one_out_of_i
     assert kinds(trace) == {Kind.SYNC}
 
 
-def test_a_kernel_takes_a_number_of_the_host_and_not_in_a_list(trace: Trace) -> None:
-    number = torch.tensor(2.0)
+def test_a_kernel_takes_a_number_of_the_host_and_no_list_or_tensor(
+    trace: Trace, pinned: torch.Tensor
+) -> None:
+    number, x = torch.tensor(2.0), torch.zeros(3)
     trace.put_on_host([number])
-    x = torch.zeros(3)
     x.mul_(number)
     assert kinds(trace) == set()
-    with pytest.raises(RuntimeError, match="on the device and on the host"):
-        torch._foreach_mul_([x], number)
+    for call in (lambda: torch._foreach_mul_([x], number), lambda: x + pinned):
+        with pytest.raises(RuntimeError, match="on the device and on the host"):
+            call()
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
@@ -184,16 +181,3 @@ def test_the_thread_of_a_transfer_may_let_memory_go_after_another_thread_has_wai
             waiter.submit(writing.synchronize).result()
         transfer.submit(memory.clear).result()
     assert kinds(trace) == (set() if is_awaited else {Kind.FREED})
-
-
-def test_compiled_steps_write_through_arrays(
-    trace: Trace, pinned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.zeros(3).copy_(pinned, non_blocking=True)
-    trace.read_on_host(pinned, "numpy")
-    assert kinds(trace) == set()
-    monkeypatch.setattr(
-        "tests.pretend.trace.caller", lambda: "zeroshard/optim/eightbit/kernels.py(_work):164"
-    )
-    trace.read_on_host(pinned, "numpy")
-    assert kinds(trace) == {Kind.RACE}

@@ -5,10 +5,11 @@ import torch.distributed as dist
 
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 
 
-def all_collectives() -> dict[str, list[float]]:
+@on_ranks(3)
+def test_collectives_give_what_torch_distributed_gives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     trace = Trace()
     transport = Transport(trace)
@@ -24,18 +25,8 @@ def all_collectives() -> dict[str, list[float]]:
         mixed, sizes = torch.full((size * (rank + 1),), float(rank)), [rank + 1] * size
         exchanged = torch.zeros(sum(range(1, size + 1)))
         transport.all_to_all_single(exchanged, mixed, list(range(1, size + 1)), sizes)
-        total = gathered + torch.cat(parts)
-        answers = {"gathered": total, "part": part + 0, "reduced": reduced + 0, "sent": sent + 0}
-        answers["exchanged"] = exchanged + 0
+        answers = [exchanged + 0, gathered + torch.cat(parts), part + 0, reduced + 0, sent + 0]
     transport.finish()
     assert not trace.findings
-    return {name: answer.tolist() for name, answer in answers.items()}
-
-
-def test_collectives_give_what_torch_distributed_gives(ranks: Ranks) -> None:
-    for rank, answers in enumerate(ranks(3, all_collectives)):
-        assert answers["exchanged"] == [0, 1, 1, 2, 2, 2]
-        assert answers["gathered"] == [0, 0, 2, 2, 4, 4]
-        assert answers["part"] == [3 * rank + 3]
-        assert answers["reduced"] == [3, 3, 3]
-        assert answers["sent"] == [1, 1]
+    expected = [[0, 1, 1, 2, 2, 2], [0, 0, 2, 2, 4, 4], [3 * rank + 3], [3, 3, 3], [1, 1]]
+    assert [answer.tolist() for answer in answers] == expected

@@ -36,9 +36,6 @@ from tests.pretend.signatures import (
     tensors_of,
 )
 
-_COMPILED = ("zeroshard/optim/", "zeroshard/stepping/")
-"""Code that writes through arrays, in compiled steps of the host."""
-
 
 @dataclass
 class Report:
@@ -161,6 +158,8 @@ class Trace:
     def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation and note it."""
         signature = signature_of(func)
+        if signature.says_nothing:
+            return func(*args, **kwargs)
         reads: list[Region] = []
         writes: list[Region] = []
         for position, name, is_written in signature.arguments:
@@ -173,13 +172,27 @@ class Trace:
                     self._remember(region.storage, None)
             else:
                 self.note("tensor", (), fresh, fresh)
-        if signature.is_view or signature.name.startswith("c10d"):
             return func(*args, **kwargs)
         self.await_values([*reads, *writes])
         self._refuse_freed(signature.name, [*reads, *writes])
         out = func(*args, **kwargs)
         self._sort(signature.name, args, kwargs, reads, writes, out)
         return out
+
+    def run_as_one(
+        self, name: str, call: Callable[[], object], reads: Iterable[Tensor], writes: Iterable[Tensor]
+    ) -> None:
+        """Run operations that are one kernel on an accelerator, and note it."""
+        if self.is_paused:
+            call()
+            return
+        read, written = regions_of([*reads]), regions_of([*writes])
+        with self.lock:
+            self.await_values([*read, *written])
+            self._refuse_freed(name, [*read, *written])
+            with self.paused():
+                call()
+            self._sort(name, (), {}, read, written, None)
 
     def _sort(
         self,
@@ -194,13 +207,14 @@ class Trace:
         short = name.removeprefix("aten::")
         known = {region.key for region in (*reads, *writes)}
         made = [region for region in regions_of(out) if region.key not in known]
-        if known and all(self._is_on_host(key) for key in known):
+        on_host = [self._is_on_host(key) for key in known]
+        if on_host and all(on_host):
             self._note_on_host(short, reads, writes)
             for region in made:
                 self._remember(region.storage, None)
-        elif name in COPIES and any(self._is_on_host(key) for key in known):
+        elif name in COPIES and any(on_host):
             self._copy(short, reads, writes, _is_async(args, kwargs))
-        elif any(self._is_on_host(key) for key in known):
+        elif any(on_host):
             self._mix(short, [*args, *kwargs.values()], reads, writes, made)
         elif name in ALLOCATE_ONLY:
             for region in made:
@@ -311,8 +325,7 @@ class Trace:
             regions = regions_of(tensor)
             self.await_values(regions)
             if all(self._is_on_host(region.key) for region in regions):
-                is_written = name == "numpy" and caller().startswith(_COMPILED)
-                self._note_on_host(name, regions, regions if is_written else ())
+                self._note_on_host(name, regions, ())
             elif any(self.block_of(region.storage) is not None for region in regions):
                 self._read_back(name, regions)
 

@@ -10,15 +10,11 @@ import torch
 from torch import nn
 
 from tests.checkpoint import runs
+from tests.ranks import on_ranks
 from tests.stores.tiers import BF16_MAIN, FILES, num_notes, offload
 from zeroshard.parameters.sharded import gradient_of
 from zeroshard.stepping.clipping import global_norm
 from zeroshard.stores import store as stores_of_gradients
-
-
-def flat_gradients(engine):
-    return torch.cat([p.grad for p in engine.parameters() if p.grad is not None])
-
 
 STREAMS = SimpleNamespace(has_streams=lambda device: True)
 """As beside an accelerator: gradients of far main parameters are copied to other memory."""
@@ -96,7 +92,7 @@ def clip_another_way(engine):
 
 def read_before(engine):
     """Reads before the backward, which sets others."""
-    flat_gradients(engine) if any(p.grad is not None for p in engine.parameters()) else None
+    assert all(p.grad is None for p in engine.parameters())
     backward(engine)
 
 
@@ -130,39 +126,34 @@ WAYS = {
 """By the way: True if the norm comes from notes; None if a part of it may."""
 
 
-def norms(config, order=2.0):
-    found = []
+BF16 = {"precision": "bf16"}
+"""Main parameters have another dtype than forwards, so they lie in files, and gradients on the host."""
+CASES = [
+    pytest.param(1, BF16, marks=pytest.mark.long),
+    pytest.param(3, BF16, marks=pytest.mark.long),
+    pytest.param(3, BF16_MAIN, id="3-bf16 main"),
+]
+
+
+@pytest.mark.parametrize(("stage", "precision"), CASES)
+@on_ranks(2)
+def test_the_norm_from_notes_is_that_of_the_gradients(tmp_path, stage, precision):
+    config = offload(tmp_path, **(FILES if stage == 3 else {})) | {"stage": stage} | precision
     with mock.patch.object(stores_of_gradients, "streams", STREAMS):
-        engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
+        engine = runs.start({"clip_grad_norm": 1.0} | config)
         for way, is_noted in WAYS.items():
             way(engine)
             runtime = engine._runtime
-            num_noted, got = num_notes(runtime) * (order == 2.0), global_norm(runtime, order)
+            num_noted, got = num_notes(runtime), global_norm(runtime, 2.0)
+            assert is_noted is None or (num_noted > 0) == is_noted, way.__name__
             for unit in runtime.units:
                 for gradients in unit.gradients:
                     gradients.noted = None
-            want = global_norm(runtime, order)
+            want = global_norm(runtime, 2.0)
             torch.testing.assert_close(got, want, rtol=2e-7, atol=0)  # float64 sums, rounded to float32 once
-            found.append((way.__name__, is_noted, num_noted))
             engine.zero_grad()
             engine.set_gradient_accumulation_steps(1)
         engine.close(restore=False)
-    return found
-
-
-BF16 = {"precision": "bf16"}
-"""Main parameters have another dtype than forwards, so they lie in files, and gradients on the host."""
-
-
-@pytest.mark.long_where(precision=[BF16])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(1, BF16), (3, BF16), pytest.param(3, BF16_MAIN, id="3-bf16 main")]
-)
-def test_the_norm_from_notes_is_that_of_the_gradients(ranks, tmp_path, stage, precision):
-    config = offload(tmp_path, **(FILES if stage == 3 else {})) | {"stage": stage} | precision
-    for found in ranks(2, norms, config):
-        for way, is_noted, num_noted in found:
-            assert is_noted is None or (num_noted > 0) == is_noted, way
 
 
 class Sparse(nn.Module):
@@ -209,42 +200,26 @@ def in_one_unit(config):
     return found, noted
 
 
-def bits_in_one_unit(config, far):
+@pytest.mark.parametrize(("stage", "precision"), CASES)
+@on_ranks(2)
+def test_layers_that_some_backwards_leave_out_add_up_alike(tmp_path, stage, precision):
+    config = {"stage": stage, "clip_grad_norm": 0.01} | precision
     want, _ = in_one_unit(config)
     with mock.patch.object(stores_of_gradients, "streams", STREAMS):
-        got, notes = in_one_unit(config | far)
-    same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
-    return same, notes
+        got, notes = in_one_unit(config | offload(tmp_path, **(FILES if stage == 3 else {})))
+    assert all(one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True))
+    assert all(num > 0 for num in notes)
 
 
-@pytest.mark.long_where(precision=[BF16])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(1, BF16), (3, BF16), pytest.param(3, BF16_MAIN, id="3-bf16 main")]
-)
-def test_layers_that_some_backwards_leave_out_add_up_alike(ranks, tmp_path, stage, precision):
-    config = {"stage": stage, "clip_grad_norm": 0.01} | precision
-    far = offload(tmp_path, **(FILES if stage == 3 else {}))
-    for same, notes in ranks(2, bits_in_one_unit, config, far):
-        assert all(same)
-        assert all(num > 0 for num in notes)
-
-
-def judged(folder, precision):
-    """Which of some steps are taken."""
-    config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder, **FILES)}
+@pytest.mark.parametrize("precision", ["fp32", "bf16", {"param_dtype": "fp16", "loss_scale": 8.0}])
+@on_ranks(2)
+def test_gradients_that_are_not_finite_are_found_in_the_notes(tmp_path, precision):
+    config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(tmp_path, **FILES)}
     with mock.patch.object(stores_of_gradients, "streams", STREAMS):
         engine = runs.start(config)
-        taken = []
         for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):
             tokens = runs.batch(number)
             logits = engine(tokens[:, :-1]) * (factor if torch.distributed.get_rank() == 0 else 1.0)
             engine.backward(logits.float().square().mean())
-            noted = num_notes(engine._runtime)
-            taken.append((engine.step(), noted > 0))
-        return taken
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", {"param_dtype": "fp16", "loss_scale": 8.0}])
-def test_gradients_that_are_not_finite_are_found_in_the_notes(ranks, tmp_path, precision):
-    for taken in ranks(2, judged, tmp_path, precision):
-        assert taken == [(True, True), (False, True)] * 2 + [(True, True)]
+            assert num_notes(engine._runtime) > 0
+            assert engine.step() is (factor == 1.0)

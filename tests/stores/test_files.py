@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from zeroshard.stores import files
-from zeroshard.stores.files import Swap
+from zeroshard.stores.files import Swap, chunk_size, cut
 from zeroshard.stores.host import host_memory
 
 BLOCK = 4096
@@ -319,3 +319,33 @@ def wait_for_all(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# --------------------------------------------------------------------------------------------- arithmetic
+
+BLOCKS = st.integers(0, 60).map(lambda count: count * BLOCK)
+
+
+@given(st.lists(BLOCKS, min_size=1, max_size=6), st.integers(1, 9), st.lists(BLOCKS, min_size=1, max_size=4))
+def test_chunks_follow_what_is_there_and_disks_get_equal_shares(extents, num_blocks, starts):
+    ends, size = list(starts), num_blocks * BLOCK
+    for padded in extents:
+        chunks = cut(padded, size, tuple(ends))
+        assert [chunk.start for chunk in chunks] == list(range(0, padded, size))
+        assert sum(chunk.num_bytes for chunk in chunks) == padded
+        for chunk in chunks:
+            assert 0 < chunk.num_bytes <= size
+            assert chunk.offset == ends[chunk.file]
+            ends[chunk.file] += chunk.num_bytes
+    assert max(ends) - min(ends) <= max(size, max(starts) - min(starts))
+
+
+@given(BLOCKS, st.integers(1, 8), st.integers(1, 3), st.integers(1, 4))
+def test_each_thread_gets_a_chunk_where_chunks_are_not_too_small(padded, num_parts, least, factor):
+    least, most = least * BLOCK, least * BLOCK * factor
+    size = chunk_size(padded, num_parts, least, most)
+    assert size % least == 0
+    assert least <= size <= most
+    num_chunks = -(-padded // size)
+    assert num_chunks <= num_parts or size == most
+    assert size in (least, most) or (num_chunks - 1) * size < padded <= num_parts * size

@@ -1,15 +1,24 @@
-"""Host memory: its size is exact, it goes back, and the driver knows of it for as long as it is there."""
+"""Host memory: its size is exact, it goes back, the driver knows of it meanwhile, and pools use it again."""
 
+import ctypes
+import gc
 import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.stores.held import Driver, HeldBytes, held_bytes
+from zeroshard.comm.streams import Mark, Streams
+from zeroshard.forwards.activations import HostCopies, size_class
 from zeroshard.stores import host
 from zeroshard.stores.host import host_memory
+from zeroshard.stores.store import HostGradients, TierMemory
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE, MB = os.sysconf("SC_PAGE_SIZE"), 1 << 20
+STREAMS = Streams.on(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -89,3 +98,127 @@ def test_on_a_gpu_memory_is_pinned_until_it_goes():
         assert not values.is_pinned()
         assert not torch.cuda.cudart().cudaHostRegister(values.data_ptr(), values.numel(), 0)
         assert values.is_pinned()
+
+
+def left_by_freed_tensors(*, calls):
+    """Bytes that tensors leave behind in a process whose allocator keeps smaller ones than 32 MiB."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        ctypes.CDLL(None).mallopt(host._M_MMAP_THRESHOLD, 32 << 20)
+        if calls:
+            host.return_freed_memory()
+        before = resident()
+        tensors = [torch.empty(8 << 20, dtype=torch.uint8).fill_(1) for _ in range(8)]
+        last = tensors.pop()  # above the others, if they lie in the heap
+        tensors.clear()
+        os.write(writer, str(resident() - before - last.nbytes).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        return int(answer.read())
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or sys.platform != "linux", reason="about glibc")
+def test_freed_tensors_leave_nothing_behind_unless_the_user_gave_a_threshold(monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    assert left_by_freed_tensors(calls=True) < 8 << 20
+    assert left_by_freed_tensors(calls=False) > 32 << 20
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+    assert left_by_freed_tensors(calls=True) > 32 << 20
+
+
+# ----------------------------------------------------------------------------------- pools of activations
+
+
+def test_a_buffer_is_at_most_an_eighth_or_a_page_larger_than_asked_for():
+    sizes = {1: PAGE, PAGE: PAGE, PAGE + 1: 2 * PAGE, 8 * MB: 8 * MB, 8 * MB + 1: 9 * MB, 15 * MB: 15 * MB}
+    assert {num_bytes: size_class(num_bytes) for num_bytes in sizes} == sizes
+
+
+def test_a_buffer_of_the_same_class_is_used_again():
+    pool = HostCopies(TierMemory(torch.device("cpu"), None, 0), STREAMS)
+    first = pool.take(8 * MB - 5)
+    other = pool.take(8 * MB)
+    assert other is not first
+    pool.give(first)
+    assert pool.take(8 * MB - 9) is first
+
+
+def test_all_buffers_are_never_more_than_were_in_use_at_once():
+    meter = TierMemory(torch.device("cpu"), None, 0)
+    pool = HostCopies(meter, STREAMS)
+    pool.give(pool.take(2 * MB))
+    small = [pool.take(MB), pool.take(MB)]
+    assert meter.staging_bytes == 2 * MB
+    for buffer in small:
+        pool.give(buffer)
+    pool.take(PAGE)
+    assert meter.staging_bytes == MB + PAGE
+    large = pool.take(4 * MB)
+    pool.give(large)
+    assert meter.staging_bytes == 4 * MB + PAGE
+
+
+def test_the_driver_forgets_a_buffer_only_after_its_last_copy(driver):
+    waits, pool = [], HostCopies(TierMemory(torch.device("cuda"), None, 0), STREAMS)
+
+    def used(pool, num_bytes):
+        """A buffer with a copy; it must still be registered when the host waits for that."""
+        buffer = pool.take(num_bytes)
+        address = buffer.memory.data_ptr()
+        event = SimpleNamespace(synchronize=lambda: waits.append(driver.registered[address]))
+        buffer.last = Mark(event)
+        return buffer
+
+    pool.give(used(pool, 8 * MB))
+    small = used(pool, 2 * MB)
+    assert waits == [8 * MB]  # the pool has dropped the large one
+    assert list(driver.registered.values()) == [2 * MB]
+    pool.give(small)
+    small.held = small  # even in a cycle that the garbage collector finds
+    del small, pool
+    gc.collect()
+    assert waits == [8 * MB, 2 * MB]
+    assert not driver.registered
+
+
+# --------------------------------------------------------------------------------- buffers of gradients
+
+NUMEL = 1024
+
+
+@pytest.fixture
+def store():
+    return HostGradients(TierMemory(torch.device("cpu"), None, 0), STREAMS.to_host)
+
+
+def leave(store, values):
+    with store.beside(values):
+        return store.store(values)
+
+
+def test_buffers_of_one_size_share_memory_that_is_free(store):
+    before, addresses = held_bytes().host, set()
+    for number in range(6):
+        gradient = leave(store, torch.full((NUMEL,), float(number)))[:10]  # p.grad is such a view
+        store.wait()
+        assert gradient.eq(number).all()
+        addresses.add(gradient.data_ptr())
+        del gradient
+    assert len(addresses) == len(store.places) == 1
+    assert held_bytes().host - before == NUMEL * 4
+
+
+def test_memory_that_is_held_is_not_written_to(store):
+    first, second = leave(store, torch.ones(NUMEL)), leave(store, torch.zeros(NUMEL))
+    part = first[:4]
+    del first
+    leave(store, torch.zeros(NUMEL))
+    store.wait()
+    assert part.eq(1).all()
+    assert second.eq(0).all()

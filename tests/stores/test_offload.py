@@ -8,43 +8,35 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.stores.tiers import BF16_MAIN, CHOSEN_STAGES, OPTIMIZERS, WAYS, WAYS_AT_3, compare, offload
+from tests.distributed.training import SOME_STAGES
+from tests.ranks import on_ranks
+from tests.stores.tiers import BF16_MAIN, OPTIMIZERS, WAYS, WAYS_AT_3, compare, offload
 
 FIRST_OPTIMIZERS = {"fused", "8-bit", "LAMB", "replacing"}
 """The optimizers of make test; make test-all has the others too."""
 
 
-@runs.without_numba
-def optimizers(folder, stages):
-    found = []
-    for stage in stages:
-        for name, make in OPTIMIZERS.items():
-            if len(stages) > 1 or name in FIRST_OPTIMIZERS:
-                config = {"stage": stage} | (BF16_MAIN if name == "8-bit" else {})
-                found += compare(f"{name}, stage {stage}", config, folder, make, in_files=True)
-    return found
-
-
 @pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_each_optimizer_steps_in_files_as_on_the_device(ranks, tmp_path, num_ranks):
-    for found in ranks(num_ranks, optimizers, tmp_path, CHOSEN_STAGES, timeout=300):
-        assert not found
-
-
-def ways(folder, stages):
+@on_ranks(2, 4, timeout=300)
+@runs.without_numba
+def test_each_optimizer_steps_in_files_as_on_the_device(tmp_path):
     found = []
-    for stage in stages:
-        for name, (config, options) in (WAYS | (WAYS_AT_3 if stage == 3 else {})).items():
-            found += compare(f"{name}, stage {stage}", {"stage": stage, **config}, folder, **options)
+    for stage in SOME_STAGES:
+        for name, make in OPTIMIZERS.items():
+            if len(SOME_STAGES) > 1 or name in FIRST_OPTIMIZERS:
+                config = {"stage": stage} | (BF16_MAIN if name == "8-bit" else {})
+                found += compare(f"{name}, stage {stage}", config, tmp_path, make, in_files=True)
     return found
 
 
 @pytest.mark.long_where(num_ranks=[1, 3])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_each_way_of_training_gives_the_same_bits(ranks, tmp_path, num_ranks):
-    for found in ranks(num_ranks, ways, tmp_path, CHOSEN_STAGES, timeout=300):
-        assert not found
+@on_ranks(1, 2, 3, timeout=300)
+def test_each_way_of_training_gives_the_same_bits(tmp_path):
+    found = []
+    for stage in SOME_STAGES:
+        for name, (config, options) in (WAYS | (WAYS_AT_3 if stage == 3 else {})).items():
+            found += compare(f"{name}, stage {stage}", {"stage": stage, **config}, tmp_path, **options)
+    return found
 
 
 class Unknown(torch.optim.AdamW):
@@ -59,6 +51,7 @@ def test_an_optimizer_that_nobody_knows_is_refused_where_values_lie_in_files(tmp
         zeroshard.initialize(model, Unknown(model.parameters()), offload(tmp_path, **tier))
 
 
+@runs.without_numba
 def test_states_that_went_into_files_keep_no_memory_as_the_base_of_a_view(tmp_path):
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8))
     optimizer = zeroshard.optim.AdamW8bit(model.parameters(), lr=1e-3)

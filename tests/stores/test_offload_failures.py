@@ -6,7 +6,6 @@ import ctypes
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,11 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.stores.tiers import FILES, OPTIMIZERS, offload, refuse_space
+from tests.endings import run
+from tests.ranks import on_ranks
+from tests.stores.tiers import FILES, OPTIMIZERS, offload, refuse_space, swap_files
 
+__all__ = ["run"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,10 +36,6 @@ def message_of(action):
 
 def start(folder, **tier):
     return runs.start({"stage": 3, **offload(folder, **tier)}, OPTIMIZERS["AdamW"])
-
-
-def swap_files(folder):
-    return sorted(str(path) for path in Path(folder).rglob("*.swap"))
 
 
 class FailingWrites:
@@ -59,121 +57,92 @@ def break_state(engine):
     engine.optimizer.state[parameter]["exp_avg"] = "no tensor"
 
 
-def fail(folder, how, num_good=0):
-    """The errors of a step and of what follows; then differences after a load from an undisturbed run."""
-    want = start(folder, **FILES)
-    runs.train(want, range(4))
-    engine = start(folder, **FILES)
-    num_steps = 0 if how == "space" else 2
-    runs.train(engine, range(num_steps))
-    engine.save_checkpoint(folder / "saved")
-    runs.token_loss(engine, num_steps).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in engine.parameters())  # so no step waits
-    patch = {
-        "space": mock.patch("os.posix_fallocate", refuse_space),
-        "write": mock.patch("os.pwritev", FailingWrites(num_good)),
-        "optimizer": mock.patch("os.posix_fallocate", refuse_space),  # no space is needed
-    }
-    if how == "optimizer":
-        break_state(engine)
-    with patch[how]:
-        errors = [message_of(engine.step)]
-    memory = engine._runtime.context.memory
-    parameters = engine.optimizer.param_groups[0]["params"]
-    outside = [p.fqn for p in parameters if p.numel() and not memory.is_in_files(p.detach())]
-    errors += [message_of(lambda: engine.save_checkpoint(folder / "saved", "after"))]
-    engine.load_checkpoint(folder / "saved")
-    runs.train(engine, range(num_steps, 4))
-    found = runs.differences(runs.state(engine), runs.state(want))
-    return errors, outside, found
-
-
 @pytest.mark.long_where(how=["space"])
 @pytest.mark.long_where(num_good=[3])
 @pytest.mark.parametrize(("how", "num_good"), [("space", 0), ("optimizer", 0), ("write", 0), ("write", 3)])
-def test_a_step_that_fails_can_be_loaded_over(ranks, tmp_path, how, num_good):
-    [((step, save), outside, found)] = ranks(1, fail, tmp_path, how, num_good)
+@on_ranks(1)
+def test_a_step_that_fails_can_be_loaded_over(tmp_path, how, num_good):
+    want, engine = (start(tmp_path, **FILES) for _ in range(2))
+    runs.train(want, range(4))
+    num_steps = 0 if how == "space" else 2
+    runs.train(engine, range(num_steps))
+    engine.save_checkpoint(tmp_path / "saved")
+    runs.token_loss(engine, num_steps).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in engine.parameters())  # so no step waits
+    if how == "optimizer":
+        break_state(engine)
+    call, fails = (
+        ("os.pwritev", FailingWrites(num_good)) if how == "write" else ("os.posix_fallocate", refuse_space)
+    )
+    with mock.patch(call, fails):
+        error = message_of(engine.step)
     expected = {"space": "could not reserve", "optimizer": "lerp_", "write": "could not write"}[how]
-    assert expected in step
-    assert how == "optimizer" or ".swap: " in step
-    assert "after a step that was interrupted" in save
-    assert not outside
-    assert not found
+    assert expected in error
+    assert how == "optimizer" or ".swap: " in error
+    memory, parameters = engine._runtime.context.memory, engine.optimizer.param_groups[0]["params"]
+    assert all(memory.is_in_files(p.detach()) for p in parameters if p.numel())
+    assert "after a step that was interrupted" in runs.refusal(
+        lambda: engine.save_checkpoint(tmp_path, "after")
+    )
+    engine.load_checkpoint(tmp_path / "saved")
+    runs.train(engine, range(num_steps, 4))
+    return runs.differences(runs.state(engine), runs.state(want))
 
 
-def lose(folder, how, tier):
-    """The errors of all that needs lost values, the name of the file, and differences after a load."""
-    engine = start(folder, **tier)
+@pytest.mark.long_where(how=["truncate"])
+@pytest.mark.parametrize("how", ["unlink", "truncate"])
+@pytest.mark.parametrize("tier", [{}, FILES], ids=["states", "all"])
+@on_ranks(1)
+def test_lost_files_are_an_error_that_names_them_and_end_no_process(tmp_path, tier, how):
+    engine = start(tmp_path, **tier)
     runs.train(engine, range(2))
     want = runs.state(engine)
-    engine.save_checkpoint(folder / "saved")
+    engine.save_checkpoint(tmp_path / "saved")
     value = runs.token_loss(engine, 2)
-    [file] = swap_files(folder)
+    [file] = swap_files(tmp_path)
     (os.unlink if how == "unlink" else lambda path: os.truncate(path, 4096))(file)
 
     def step():
         engine.backward(value)
         engine.step()
 
-    errors = {
-        "step": message_of(step),
-        "state_dict": message_of(engine.full_state_dict),
-        "forward": message_of(lambda: runs.token_loss(engine, 3)),
-        "load": message_of(lambda: engine.load_checkpoint(folder / "saved")),
-        "save": message_of(lambda: engine.save_checkpoint(folder / "saved", "after")),
-        "close": message_of(engine.close),
-        "drop": message_of(lambda: engine.close(restore=False)),
-    }
-    other = start(folder, **tier)
-    other.load_checkpoint(folder / "saved")
-    return errors, file, runs.differences(runs.state(other), want)
-
-
-@pytest.mark.long_where(how=["truncate"])
-@pytest.mark.parametrize("how", ["unlink", "truncate"])
-def test_lost_files_are_an_error_that_names_them_and_end_no_process(ranks, tmp_path, how):
-    parameters = ("state_dict", "forward", "close")
-    for tier, also in (({}, ()), (FILES, parameters)):
-        [(errors, file, found)] = ranks(1, lose, tmp_path, how, tier)
-        for what in ("step", "load", *also):
-            assert errors[what].startswith(f"{file}: "), (what, errors)
-        assert errors["save"]
-        assert not errors["drop"]
-        assert not found
+    errors = {"step": message_of(step)}
+    parameters = {"state_dict": engine.full_state_dict, "forward": lambda: runs.token_loss(engine, 3)}
+    errors |= {name: message_of(call) for name, call in parameters.items() if tier}
+    errors["load"] = message_of(lambda: engine.load_checkpoint(tmp_path / "saved"))
+    assert message_of(lambda: engine.save_checkpoint(tmp_path / "saved", "after"))
+    errors |= {"close": message_of(engine.close)} if tier else {}
+    assert not message_of(lambda: engine.close(restore=False))
+    assert [what for what, error in errors.items() if not error.startswith(f"{file}: ")] == [], errors
+    other = start(tmp_path, **tier)
+    other.load_checkpoint(tmp_path / "saved")
+    return runs.differences(runs.state(other), want)
 
 
 # -------------------------------------------------------------------------------------------- ends of runs
 
 SCRIPT = """
-import os, signal, sys, torch
+import torch
+import zeroshard
 from pathlib import Path
 from torch import nn
-import zeroshard
 model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-config = {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "nvme_path": sys.argv[1]}}
+config = {{"stage": 3, "offload": {{"optimizer": "nvme", "parameters": "nvme", "nvme_path": {folder!r}}}}}
 engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters()), config).engine
 engine.backward(engine(torch.ones(2, 7)).sum())
 engine.step()
-assert len(list(Path(sys.argv[1]).rglob("*.swap"))) == 1
-if sys.argv[2] == "kill":
-    os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "raise":
-    raise ValueError("in training")
+assert len(list(Path({folder!r}).rglob("*.swap"))) == 1
+{end}
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("how", "status"), [("end", 0), ("raise", 1), ("kill", -signal.SIGKILL)])
-def test_the_files_of_a_process_go_at_its_end_or_with_the_next_one(tmp_path, how, status):
-    def execute(how):
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path), how]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
-
-    assert execute(how).returncode == status
-    assert len(swap_files(tmp_path)) == (how == "kill")
-    assert execute("end").returncode == 0
-    assert not swap_files(tmp_path)
+def test_the_files_of_a_process_go_at_its_end(run, tmp_path):
+    """Also after an exception; tests/stores/test_swapfile.py kills a process."""
+    for end, code in (("", 0), ("raise ValueError('in training')", 1)):
+        [(ending,)] = run(SCRIPT.format(folder=str(tmp_path), end=end), num_ranks=1)
+        assert ending.code == code, ending.output
+        assert not swap_files(tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------- memory

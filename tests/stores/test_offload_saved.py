@@ -4,48 +4,39 @@ from __future__ import annotations
 
 import gc
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import numbers
-from tests.stores.tiers import FILES, OPTIMIZERS, offload
+from tests.ranks import on_ranks
+from tests.stores.tiers import FILES, OPTIMIZERS, offload, over, swap_files
 
 BEFORE, AFTER = range(3), range(3, 6)
+PLAIN = {"AdamW": over(torch.optim.AdamW, lr=1e-2), "8-bit": OPTIMIZERS["8-bit"]}
+"""Optimizers whose states become each other's."""
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("AdamW", "8-bit"), pytest.param("8-bit", "AdamW", marks=pytest.mark.long)]
+)
+@on_ranks(2)
 @runs.without_numba
-def convert(folder):
-    """States of 32 bits become ones of 8 bits and back: from files on the device, and from there in files."""
-    found, tiers = [], ({"stage": 1}, {"stage": 3, **offload(folder, **FILES)})
-    for first, second in (("AdamW", "8-bit"), ("8-bit", "AdamW")):
-        ends = []
-        for before, after in (tiers, tiers[::-1]):
-            engine = runs.start(before, lambda model, first=first: plain(first, model))
-            runs.train(engine, BEFORE)
-            engine.save_checkpoint(folder / "saved", "one", blocking=False)
-            engine._saver.finish()
-            engine = runs.start(after, lambda model, second=second: plain(second, model), seed=1)
-            engine.load_checkpoint(folder / "saved", "one", convert_states=first != second)
-            ends.append(runs.state(engine, runs.train(engine, AFTER)))
-        found += runs.differences(*ends)
-        assert ends[0].losses == ends[1].losses
-    return found
-
-
-def plain(name, model):
-    if name == "AdamW":
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return zeroshard.optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256)
-
-
-def test_what_one_tier_saved_goes_on_in_another_also_with_another_number_of_bits(ranks, tmp_path):
-    for found in ranks(2, convert, tmp_path):
-        assert not found
+def test_what_one_tier_saved_goes_on_in_another_also_with_another_number_of_bits(tmp_path, first, second):
+    """From files on the device, and from there in files."""
+    ends, tiers = [], ({"stage": 1}, {"stage": 3, **offload(tmp_path, **FILES)})
+    for before, after in (tiers, tiers[::-1]):
+        engine = runs.start(before, PLAIN[first])
+        runs.train(engine, BEFORE)
+        engine.save_checkpoint(tmp_path / "saved", "one", blocking=False)
+        engine._saver.finish()
+        engine = runs.start(after, PLAIN[second], seed=1)
+        engine.load_checkpoint(tmp_path / "saved", "one", convert_states=True)
+        ends.append(runs.state(engine, runs.train(engine, AFTER)))
+    assert ends[0].losses == ends[1].losses
+    return runs.differences(*ends)
 
 
 # ------------------------------------------------------------------------------------------------- building
@@ -75,64 +66,48 @@ class AdaptedBlock(nn.Module):
         return x + self.base(x.bfloat16()).float() + self.up(self.down(x))
 
 
-def adapt(folder):
-    """Where a run with the base in files differs; the bytes of the files."""
+@pytest.mark.long_where(num_ranks=[1])
+@on_ranks(1, 2)
+def test_a_frozen_base_lies_in_files(tmp_path):
     ends, sizes = [], []
-    for tier in ({}, offload(folder, optimizer="none", **FILES), offload(folder, **FILES)):
+    for tier in ({}, offload(tmp_path, optimizer="none", **FILES), offload(tmp_path, **FILES)):
         config = {"stage": 3, "checkpoint": {"frozen": False}, **tier}
         engine = runs.start(config, OPTIMIZERS["AdamW"], model=Adapted())
         losses = runs.train(engine, BEFORE, lambda m, n: m(numbers(n, 5, 7)).square().mean())
-        engine.save_checkpoint(folder / "saved", str(len(ends)))
-        engine.load_checkpoint(folder / "saved", "0")
+        engine.save_checkpoint(tmp_path / "saved", str(len(ends)))
+        engine.load_checkpoint(tmp_path / "saved", "0")
         ends.append(runs.state(engine, losses))
         memory = engine._runtime.context.memory
         sizes.append(sum(memory.is_in_files(p.detach()) for p in engine.parameters() if not p.requires_grad))
-    found = [text for end in ends[1:] for text in runs.differences(end, ends[0])]
-    return found, [end.losses == ends[0].losses for end in ends], sizes
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_frozen_base_lies_in_files(ranks, tmp_path, num_ranks):
-    for found, are_equal, (none, *others) in ranks(num_ranks, adapt, tmp_path):
-        assert not found
-        assert all(are_equal)
-        assert none == 0
-        assert min(others) > 0
+    assert not [text for end in ends[1:] for text in runs.differences(end, ends[0])]
+    assert all(end.losses == ends[0].losses for end in ends)
+    assert sizes[0] == 0
+    assert min(sizes[1:]) > 0
 
 
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def swap_files(folder):
-    return sorted(str(path) for path in Path(folder).rglob("*.swap"))
-
-
-def two_engines(folder):
-    """The files beside two engines, one closed, one dropped; and whether the second one went on."""
-    config = {"stage": 3, **offload(folder)}
+@pytest.mark.long_where(num_ranks=[1])
+@on_ranks(1, 2)
+def test_the_files_of_an_engine_go_with_it(num_ranks, tmp_path):
+    """Of two engines one is closed and one dropped, which went on without the other."""
+    config = {"stage": 3, **offload(tmp_path)}
     first, second = (runs.start(config, OPTIMIZERS["AdamW"]) for _ in range(2))
     losses = [runs.train(engine, range(2)) for engine in (first, second)]
+    assert losses[0] == losses[1]
     runs.from_all(None)
-    numbers_of_files = [len(swap_files(folder))]
+    assert len(swap_files(tmp_path)) == 2 * num_ranks
+    runs.from_all(None)
     first.close()
     del first
     gc.collect()
     runs.from_all(None)
-    numbers_of_files.append(len(swap_files(folder)))
-    losses.append(runs.train(second, range(2, 4)))
+    assert len(swap_files(tmp_path)) == num_ranks
+    runs.train(second, range(2, 4))
     del second
     gc.collect()
-    runs.from_all(None)
     end = time.monotonic() + 20
-    while (num := len(swap_files(folder))) and time.monotonic() < end:
+    while swap_files(tmp_path) and time.monotonic() < end:
         time.sleep(0.01)  # a read ahead of the next step may be under way
-    return [*numbers_of_files, num], losses[0] == losses[1]
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_files_of_an_engine_go_with_it(ranks, tmp_path, num_ranks):
-    for num_files, is_equal in ranks(num_ranks, two_engines, tmp_path):
-        assert num_files == [2 * num_ranks, num_ranks, 0]
-        assert is_equal
+    assert not swap_files(tmp_path)

@@ -11,31 +11,21 @@ import torch
 from torch import nn
 
 from tests.checkpoint import runs
-from tests.distributed.training import ALL_STAGES, numbers
-from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
-
-CHOSEN_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
+from tests.distributed.training import numbers
+from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
 
 
 def offload(folder, **others):
     return {"offload": {"optimizer": "nvme", "nvme_path": str(folder), **others}}
 
 
+def swap_files(folder):
+    return sorted(map(str, folder.rglob("*.swap")))
+
+
 def refuse_space(*_):
     """In the place of os.posix_fallocate."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("made to fail")
 
 
 class Replacing(torch.optim.Optimizer):
@@ -61,15 +51,11 @@ class Replacing(torch.optim.Optimizer):
                     state["last"] = p.grad.to(torch.bfloat16)
 
 
-def in_groups(make):
-    """The optimizer over three groups, which cut through the units."""
-
-    def build(model):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [{"params": parameters[start::3], "lr": 1e-2 / (start + 1)} for start in range(3)]
-        return make(groups)
-
-    return build
+def in_groups(model):
+    """AdamW over three groups, which cut through the units."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": parameters[start::3], "lr": 1e-2 / (start + 1)} for start in range(3)]
+    return torch.optim.AdamW(groups)
 
 
 def over(make, **options):
@@ -82,13 +68,14 @@ OPTIMIZERS = {
     "SGD": over(torch.optim.SGD, lr=0.05, momentum=0.9),
     "8-bit": over(AdamW8bit, lr=1e-2, min_8bit_size=256),
     "replacing": over(Replacing),
-    "groups": in_groups(torch.optim.AdamW),
+    "groups": in_groups,
     "LAMB": over(LAMB, lr=1e-2),
+    "LARS": over(LARS, lr=1e-1),
     "Muon": lambda model: Muon(muon_groups(model)),
     "bitsandbytes": over(bitsandbytes.optim.AdamW8bit, lr=1e-2, min_8bit_size=256),
 }
 
-
+BF16 = {"precision": {"param_dtype": "bf16"}}
 BF16_MAIN = {"precision": {"main_dtype": "bf16", "param_dtype": "bf16"}}
 
 

@@ -8,30 +8,27 @@ from zeroshard.optim.eightbit.step import step_in_chunks
 from zeroshard.stepping.rounding import round_in_chunks
 
 KINDS = {kind.__name__: kind for kind in (AdamW8bit, Adam8bit, Lion8bit, SGD8bit, AdEMAMix8bit)}
+LAYERWISE = {kind.__name__: kind for kind in (LAMB8bit, LARS8bit)}
 OPTIONS = {
     "AdamW8bit": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
     "Adam8bit": {"lr": 1e-2, "betas": (0.9, 0.999)},
     "Lion8bit": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
     "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
     "AdEMAMix8bit": {"lr": 1e-2, "betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
+    "LAMB8bit": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    "LARS8bit": {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.03, "trust_coefficient": 0.1},
 }
-RULES = {
-    kind.rule.optimizers[0]: kind.rule
-    for kind in (AdamW8bit, Lion8bit, SGD8bit, AdEMAMix8bit, LAMB8bit, LARS8bit)
+OF_RULES = {
+    kind.rule.optimizers[0]: kind for kind in (AdamW8bit, Lion8bit, SGD8bit, AdEMAMix8bit, LAMB8bit, LARS8bit)
 }
+RULES = {name: kind.rule for name, kind in OF_RULES.items()}
 ROUNDED = [name for name, rule in RULES.items() if not rule.gives_update]
-SETTINGS = {
-    "Adam": {"betas": (0.8, 0.95), "eps": 1e-6},
-    "Lion": {"betas": (0.9, 0.99)},
-    "SGD": {"momentum": 0.7},
-    "AdEMAMix": {"betas": (0.8, 0.95, 0.99), "eps": 1e-6, "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
-    "LAMB": {"betas": (0.8, 0.95), "eps": 1e-6},
-    "LARS": {"momentum": 0.7},
-}
 
 
 def numbers_of(name, step, lr=1e-2, weight_decay=0.1):
-    return RULES[name].numbers({**SETTINGS[name], "lr": lr, "weight_decay": weight_decay}, step)
+    return RULES[name].numbers(
+        {"eps": 1e-6, **OPTIONS[OF_RULES[name].__name__], "lr": lr, "weight_decay": weight_decay}, step
+    )
 
 
 def begin(rule, size, dtype, device="cpu", is_exact=False):

@@ -32,30 +32,19 @@ LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUND
 LONG += [f"exact {name}:2309" for name in RULES]
 
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def interpret(cases):
-    """The differences of each case, in a process whose Triton interprets."""
+@pytest.mark.parametrize("cases", [[*STEPS, *ROUNDING], pytest.param(LONG, marks=pytest.mark.long)])
+def test_interpreted_steps_have_the_bits_of_the_cpu(cases):
+    """In a process whose Triton interprets, from its import on."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.optim.eightbit.interpreted", *cases],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_interpreted_steps_have_the_bits_of_the_cpu():
-    assert not {case: found for case, found in interpret([*STEPS, *ROUNDING]).items() if found}
-
-
-@pytest.mark.long
-def test_interpreted_steps_of_other_sizes_have_the_bits_of_the_cpu():
-    assert not {case: found for case, found in interpret(LONG).items() if found}
+    assert not {case: found for case, found in json.loads(done.stdout.splitlines()[-1]).items() if found}
 
 
 # --------------------------------------------------------------------------------- compiled without a GPU

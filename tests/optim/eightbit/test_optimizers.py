@@ -12,13 +12,30 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.eightbit.cases import KINDS, OPTIONS, check_states, gradients
+from tests.optim.eightbit.cases import (
+    KINDS,
+    LAYERWISE,
+    OPTIONS,
+    ROUNDED,
+    RULES,
+    begin,
+    check_states,
+    differences,
+    gradients,
+    hard_gradients,
+    numbers_of,
+    step_plainly,
+)
 from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import AdamW8bit
-from zeroshard.optim.eightbit.step import over_threads
+from zeroshard.optim.eightbit.rules import SGD
+from zeroshard.optim.eightbit.step import over_threads, take_step
+from zeroshard.stepping.rounding import Bits, Rounding
 
 COMPILED = ["AdamW8bit"]
-"""A rule with two states, which numba compiles in seconds; `test_bfloat16.py` has one state."""
+"""A rule with two states, which numba compiles in seconds; those of bfloat16 take one with one state."""
+ALL = KINDS | LAYERWISE
+BIASES = {"weight_decay": 0.0, "trust_ratio": False}
 PLAIN = {"AdamW8bit": torch.optim.AdamW, "Adam8bit": torch.optim.Adam, "SGD8bit": torch.optim.SGD}
 
 
@@ -26,7 +43,7 @@ def stepped(name, shape, num_steps=1, dtype=torch.float32, **options):
     """A parameter and its optimizer after some steps."""
     torch.manual_seed(1)
     parameter = nn.Parameter(torch.randn(shape).to(dtype))
-    optimizer = KINDS[name]([parameter], **OPTIONS[name] | options)
+    optimizer = ALL[name]([parameter], **OPTIONS[name] | options)
     go_on(parameter, optimizer, num_steps)
     return parameter, optimizer
 
@@ -37,25 +54,26 @@ def go_on(parameter, optimizer, num_steps, seed=0):
         optimizer.step()
 
 
-@pytest.mark.long_where(kernel=["numba"], name=[name for name in KINDS if name not in COMPILED])
+@pytest.mark.long_where(kernel=["numba"], name=[name for name in ALL if name not in COMPILED])
 @pytest.mark.long_where(size=[70_001])
-@pytest.mark.long_where(size=[5003], name=[name for name in KINDS if name != "AdamW8bit"])
+@pytest.mark.long_where(size=[5003], name=[name for name in ALL if name != "AdamW8bit"])
 @pytest.mark.parametrize("size", [4096, 5003, 70_001])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_codes_and_scales_are_those_of_the_reference(name, size, kernel):
-    parameter, optimizer = stepped(name, size, 0)
-    reference = Reference(name, parameter.detach().clone())
-    for g in gradients((size,), 5):
-        parameter.grad = g.clone()
-        optimizer.step()
-        reference.step(g, **OPTIONS[name])
-        check_states(optimizer.state[parameter], reference)
-        torch.testing.assert_close(parameter.detach(), reference.p, rtol=1e-6, atol=1e-6)
-        assert torch.equal(parameter.grad, g), "a gradient is not changed"
-    assert optimizer.state[parameter]["step"] == 5
+    for own in ({}, BIASES) if name in LAYERWISE else ({},):
+        parameter, optimizer = stepped(name, size, 0, **own)
+        reference = Reference(name, parameter.detach().clone())
+        for g in gradients((size,), 5):
+            parameter.grad = g.clone()
+            optimizer.step()
+            reference.step(g, **OPTIONS[name] | own)
+            check_states(optimizer.state[parameter], reference)
+            torch.testing.assert_close(parameter.detach(), reference.p, rtol=1e-6, atol=1e-6)
+            assert torch.equal(parameter.grad, g) or name in LAYERWISE, "a gradient is not changed"
+        assert optimizer.state[parameter]["step"] == 5
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_small_parameters_have_float32_states(name):
     """As torch's own optimizer, where it has one."""
     parameter, optimizer = stepped(name, 4095, 5)
@@ -209,3 +227,46 @@ def test_an_error_in_any_thread_is_raised_when_all_have_ended(failing):
         over_threads(work, 1000)
     assert str(error.value) == f"blocks from {failing}"
     assert len(ended) == 1
+
+
+# ------------------------------------------------------------------ bfloat16: rounded after a step in float32
+
+CASES = (
+    (4096, 0, False, 0.0),
+    (5003, 256, False, 0.1),
+    (70_001, 1023, False, 0.1),
+    (255, 1, False, 0.1),
+    (0, 0, False, 0.0),
+    (300, 2, True, 0.1),
+    (70_001, 5, True, 0.0),
+)
+"""(elements, place in the whole parameter, True for float32 states, weight decay)."""
+
+
+@pytest.mark.long_where(kernel=["torch"])
+@pytest.mark.long_where(name=[name for name in ROUNDED if name != "SGD"])  # numba compiles others for longer
+@pytest.mark.parametrize("name", ROUNDED)
+def test_parameters_and_states_have_the_bits_of_a_step_in_float32_rounded_afterwards(name, kernel):
+    rule = RULES[name]
+    for size, start, is_exact, weight_decay in CASES:
+        p, states = begin(rule, size, torch.bfloat16, is_exact=is_exact)
+        q, others = begin(rule, size, torch.bfloat16, is_exact=is_exact)
+        first = p.clone()
+        for step, g in enumerate(hard_gradients(size, torch.bfloat16), 1):
+            numbers = numbers_of(name, step, weight_decay=weight_decay)
+            bits, before, version = Bits(Rounding(7, step).key(name), start), g.clone(), p._version
+            take_step(rule, p, g, states, numbers, bits)
+            step_plainly(rule, q, before, others, numbers, bits)
+            assert not differences(p, g, states, q, before, others)
+            assert p._version > version or not size, "replicated parameters follow changes by it"
+        assert not size or (p != first).sum() > size / 2
+        assert size < 5000 or 0 < p.isnan().sum() < size
+
+
+def test_a_gradient_of_float32_is_not_rounded(kernel):
+    p, states = begin(SGD, 5003, torch.bfloat16)
+    q, others = begin(SGD, 5003, torch.bfloat16)
+    numbers, g = numbers_of("SGD", 1), torch.randn(5003)
+    take_step(SGD, p, g, states, numbers, Bits(3, 256))
+    step_plainly(SGD, q, g, others, numbers, Bits(3, 256))
+    assert not differences(p, g, states, q, g, others)

@@ -3,8 +3,6 @@
 RMSprop with momentum, without centering, as torch.optim.RMSprop has it.
 """
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -14,8 +12,8 @@ from tests.optim.eightbit.cases import check_states, gradients
 from tests.optim.eightbit.reference import UNSIGNED as SQUARES
 from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.reference import root as exact_root
+from tests.ranks import on_ranks
 from zeroshard.optim import AdamW8bit
-from zeroshard.optim.adopted import check_optimizer
 from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, quotient, root
 from zeroshard.optim.eightbit.rules import ElementWise8bit, rule_named
 
@@ -95,19 +93,6 @@ def test_its_hyperparameters_are_checked_in_groups():
             Toy8bit([{"params": [parameter], key: value}])
 
 
-def test_it_is_known_to_initialize_but_a_class_with_a_step_of_its_own_is_not():
-    class Other8bit(Toy8bit):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    parameter = nn.Parameter(torch.ones(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_optimizer(Toy8bit([parameter]), {parameter: "p"})
-    with pytest.warns(UserWarning, match="Other8bit is not known to zeroshard"):
-        check_optimizer(Other8bit([parameter]), {parameter: "p"})
-
-
 def test_an_optimizer_has_one_rule_and_a_rule_some_states():
     fields = {"scalars": TOY.scalars, "update": TOY.update}
     with pytest.raises(ValueError, match="expected those that have no rule yet"):
@@ -128,15 +113,11 @@ class Derived(AdamW8bit):
     """A name that no rule has."""
 
 
+@on_ranks(1)
 @without_numba
-def read_squares():
+def test_states_of_a_derived_class_are_read_by_name_with_the_codebooks_of_its_rule():
     engine = start(3, lambda model: Derived(model.parameters(), min_8bit_size=0))
     train(engine, range(1))
-    return engine.full_optimizer_state("mix")["exp_avg_sq"]
-
-
-@pytest.mark.filterwarnings("ignore:Derived is not known to zeroshard")
-def test_states_of_a_derived_class_are_read_by_name_with_the_codebooks_of_its_rule(ranks):
-    (squares,) = ranks(1, read_squares)
+    squares = engine.full_optimizer_state("mix")["exp_avg_sq"]
     assert (squares >= 0).all()
     assert squares.max() > 0

@@ -1,31 +1,11 @@
 """All scenarios: importing this package makes them known."""
 
-from tests.pretend.scenario import SCENARIOS
-from tests.pretend.scenarios import (
-    around,
-    averaged,
-    divided,
-    hooked,
-    logged,
-    offloaded,
-    pipelined,
-    plain,
-    tiers,
-    uneven,
-    wholes,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "SCENARIOS",
-    "around",
-    "averaged",
-    "divided",
-    "hooked",
-    "logged",
-    "offloaded",
-    "pipelined",
-    "plain",
-    "tiers",
-    "uneven",
-    "wholes",
-]
+from tests.pretend.scenario import SCENARIOS
+
+for _module in iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)
+
+__all__ = ["SCENARIOS"]

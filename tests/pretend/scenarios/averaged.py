@@ -31,14 +31,9 @@ def _train(bench: Bench, stage: int, offload: dict[str, Any]) -> list[Tensor]:
         return shown + list(engine.full_state_dict().values())
 
 
-def _same(found: list[Tensor], want: list[Tensor]) -> None:
-    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
-
-
 def _add(stage: int, offload: dict[str, Any]) -> None:
     def run(bench: Bench) -> None:
-        found = _train(bench, stage, offload)
-        bench.later.append(lambda: _same(found, _train(bench, stage, {})))
+        bench.compare_later(_train(bench, stage, offload), lambda: _train(bench, stage, {}))
 
     tier = {"cpu": "_on_host", "nvme": "_in_files"}.get(offload.get("optimizer", ""), "")
     add(f"ema_stage{stage}{tier}", run, may_sync=("stores/store.py",) if tier == "_in_files" else ())
@@ -71,8 +66,7 @@ def _edited(offload: dict[str, Any], precision: dict[str, Any]) -> None:
         return found
 
     def run(bench: Bench) -> None:
-        found = values(bench, offload)
-        bench.later.append(lambda: _same(found, values(bench, {})))
+        bench.compare_later(values(bench, offload), lambda: values(bench, {}))
 
     add(f"ema_edited_{len(offload)}_on_host", run)
 
@@ -87,14 +81,16 @@ def _replicas(name: str, num_ranks: int, **config: Any) -> None:
     def values(bench: Bench, *, offload: bool, tiers: dict[str, Any]) -> list[Tensor]:
         torch.manual_seed(1)
         policy = zeroshard.OuterStep.diloco(every=4, fragments=2, delay=1, keep_local=0.5, offload=offload)
-        engine = bench.start(bench.gpt(), outer_step=policy, precision=BF16, offload=tiers, **config)
+        engine = bench.start(
+            bench.gpt(), given={"outer_step": policy}, precision=BF16, offload=tiers, **config
+        )
         bench.train(6)
         with bench.trace.syncs_allowed():
             return list(engine.full_state_dict().values())
 
     def run(bench: Bench) -> None:
         found = values(bench, offload=True, tiers={"optimizer": "cpu"})
-        bench.later.append(lambda: _same(found, values(bench, offload=False, tiers={})))
+        bench.compare_later(found, lambda: values(bench, offload=False, tiers={}))
 
     add(name, run, num_ranks=num_ranks, may_sync=())
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import zeroshard
 from tests.parallel import runs, sequences
-from tests.pretend.scenario import Bench, adamw, add
+from tests.pretend.scenario import Bench, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 
 COMPARES = ("tensor/layers.py", "tensor/replicas.py", "tensor/losses.py")
@@ -20,12 +19,10 @@ def _add(name: str, *, num_ranks: int = 2, sequence: bool = False, **config: Any
     def run(bench: Bench) -> None:
         of: Any = sequences if sequence else runs
         model = (sequences.build(sequences.Model) if sequence else runs.build(0)).float()
-        with bench.trace.syncs_allowed():
-            settings = {"watchdog_s": 60.0, "mesh": {"tp": 2}} | config
-            bench.engine = zeroshard.initialize(model, adamw, settings, tp_plan=of.PLAN).engine
+        bench.start(model, given={"tp_plan": of.PLAN}, mesh={"tp": 2}, **config)
         size = of.BATCH // bench.engine.dp_world_size
         own = slice(bench.engine.dp_rank * size, (bench.engine.dp_rank + 1) * size)
-        for number in range(4):
+        for number in range(3):
             bench.engine.backward(of.loss_of(bench.engine, number, own).float())
             bench.engine.step()
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
-import zeroshard
 from tests.pretend.scenario import Bench, add
 from zeroshard.comm import collectives
 from zeroshard.optim import OneBitAdam
@@ -25,12 +23,7 @@ def _mean(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
 
 def _add(name: str, **config: Any) -> None:
     def run(bench: Bench) -> None:
-        model = bench.gpt()
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        with bench.trace.syncs_allowed():
-            config["watchdog_s"] = 60.0
-            pair = (None, _mean)
-            bench.engine = zeroshard.initialize(model, optimizer, config, gradient_hook=pair).engine
+        bench.start(bench.gpt(), given={"gradient_hook": (None, _mean)}, **config)
         bench.train(steps=4)
 
     add(name, run)

@@ -68,13 +68,7 @@ def _train(bench: Bench, **config: Any) -> list[Tensor]:
 
 def _trained(**config: Any) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
-        moved = _train(bench, **HOST, **config)
-
-        def compare() -> None:
-            plain = _train(bench, **config)
-            assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
-
-        bench.later.append(compare)
+        bench.compare_later(_train(bench, **HOST, **config), lambda: _train(bench, **config))
 
     return _offloaded(run)
 

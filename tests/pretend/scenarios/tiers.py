@@ -116,12 +116,11 @@ def _add(
         if not is_in_files:
             _check_places(bench, offload)
 
-        def compare() -> None:
+        def plain() -> list[Tensor]:
             with patched():
-                plain = _values(bench, model, train, optimizer, config)
-            assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
+                return _values(bench, model, train, optimizer, config)
 
-        bench.later.append(compare)
+        bench.compare_later(moved, plain)
 
     syncs = NEW_STATES if near_bytes < pieces.NEAR_BYTES else ()
     add(name, run, num_ranks=num_ranks, may_sync=(*may_sync, *syncs, *SYNCS.get(train, ())))
@@ -174,18 +173,27 @@ def _in_batches(bench: Bench) -> list[Tensor]:
 
 
 def _edited(bench: Bench) -> list[Tensor]:
-    """Parameters are edited between steps and forwards, and shown whole, and read by name."""
+    """Parameters are edited between steps and forwards, and between a backward and its step.
+
+    Then the copies for gathers are those of before the edit, and the next step comes first.
+    """
     losses = []
-    for number in range(2):
-        losses += plainly(bench, 1)
-        with torch.no_grad():
-            for parameter in bench.engine.parameters():
-                parameter.clamp_(-0.1, 0.1)
-        losses.append(bench.loss(number).detach())
+
+    def scale() -> None:
         with torch.no_grad():
             for parameter in bench.engine.parameters():
                 parameter.mul_(0.9)
-    return losses
+
+    for number in range(2):
+        losses += plainly(bench, 1)
+        scale()
+        losses.append(bench.loss(number).detach())
+        scale()
+        losses.append(bench.loss(number))
+        bench.engine.backward(losses[-1])
+        scale()
+        bench.engine.step()
+    return [loss.detach() for loss in losses]
 
 
 def _shown(bench: Bench) -> list[Tensor]:
@@ -295,17 +303,6 @@ def _looked_at(bench: Bench) -> list[Tensor]:
     return seen
 
 
-def _with_stale_copies(bench: Bench) -> list[Tensor]:
-    """After an edit the copies for gathers are those of before, and the next step comes first."""
-    losses = plainly(bench, 2)
-    bench.engine.backward(loss := bench.loss(2))
-    with torch.no_grad():
-        for parameter in bench.engine.parameters():
-            parameter.mul_(0.9)
-    bench.engine.step()
-    return [*losses, loss.detach(), *plainly(bench, 2)]
-
-
 def _evaluated(bench: Bench) -> list[Tensor]:
     """Units are gathered between backward and step, some of them with their new values."""
     losses = []
@@ -361,7 +358,7 @@ def _lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 _EARLY = {"step_in_backward": True}
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-AT_ONCE = (_edited, _shown)
+AT_ONCE = (_shown,)
 """Trainings in which no unit is stepped in a forward."""
 SYNCS = {
     _clipped: READS_FACTOR,
@@ -369,7 +366,7 @@ SYNCS = {
     _interrupted: ("zeroshard/checkpoint/",),
     _shown: ("full/parameters.py", "sharding/buffer.py(write)"),
     _looked_at: ("full/parameters.py", "sharding/buffer.py(write)"),
-    _with_stale_copies: ("pretend/scenarios/tiers.py",),
+    _edited: ("pretend/scenarios/tiers.py",),
 }
 """Where the host may wait for the device in a training."""
 
@@ -425,7 +422,7 @@ _add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step)
 # -- steps in pieces -----------------------------------------------------------------------------------------
 
 _add("parameters_on_host_in_pieces", _WHOLE, near_bytes=2048)
-_add("parameters_on_host_in_pieces_edited", _WHOLE, _with_stale_copies, near_bytes=2048)
+_add("parameters_on_host_in_pieces_edited", _WHOLE, _edited, near_bytes=2048)
 _add("parameters_on_host_in_pieces_stepped_in_backward", _WHOLE | _EARLY, near_bytes=2048)
 _add("host_in_pieces", HOST, _saved, near_bytes=2048, clip_grad_norm=0.01)
 _add("files_in_pieces_stepped_in_backward", FILES | {"parameters": "cpu"} | _EARLY, near_bytes=2048)

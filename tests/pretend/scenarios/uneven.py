@@ -81,7 +81,7 @@ class _Fuse(torch.autograd.Function):
         return gradient, None
 
 
-def fused(model: nn.Module, block: nn.Module) -> set[str]:
+def fused(block: nn.Module) -> set[str]:
     """What is put into the result makes the block raise there."""
     blows: set[str] = set()
     block.register_forward_pre_hook(lambda module, args: (_Fuse.apply(args[0], blows),))
@@ -91,7 +91,7 @@ def fused(model: nn.Module, block: nn.Module) -> set[str]:
 def _exceptions(stage: int) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         model = bench.gpt(4)
-        blows = fused(model, model.blocks[2])
+        blows = fused(model.blocks[2])
         bench.start(model, stage=stage, precision=BF16)
         bench.train(2)
         for where in ("forward", "backward"):
@@ -115,7 +115,7 @@ for _stage in (1, 2, 3):
 def step_after_a_failed_forward(bench: Bench) -> None:
     """A forward fails while a gather is under way, and the optimizer steps with the gradients before it."""
     model = bench.gpt(5)
-    blows = fused(model, model.blocks[1])
+    blows = fused(model.blocks[1])
     engine = bench.start(model, stage=3, num_prefetch=2)
     bench.train(1)
     engine.backward(bench.loss(5))

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-import zeroshard
 from tests.parallel import runs
 from tests.pretend.scenario import Bench, add
 from tests.pretend.scenarios.divided import COMPARES
@@ -35,10 +34,7 @@ def _add(name: str, *, num_ranks: int = 2, may_sync: Iterable[str] = (), **confi
 
 def _divided(bench: Bench) -> None:
     model = runs.build(0).float()
-    with bench.trace.syncs_allowed():
-        config = {"watchdog_s": 60.0, "mesh": {"tp": 2}, "stage": 3}
-        optimizer = Muon(muon_groups(model))
-        bench.engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
+    bench.start(model, Muon(muon_groups(model)), {"tp_plan": runs.PLAN}, mesh={"tp": 2}, stage=3)
     for number in range(3):
         bench.engine.backward(runs.loss_of(bench.engine, number).float())
         bench.engine.step()
