@@ -55,7 +55,9 @@ def alone(folder):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine.load_checkpoint(source)
-        found.append([str(one.message).split("'")[3] for one in caught if "average" in str(one.message)])
+        found += [
+            re.findall(r"'(\w+)'[,:]", str(one.message)) for one in caught if "average" in str(one.message)
+        ]
         for num_updates in range(2):
             want = engine.full_state_dict() | {"updates": torch.tensor(num_updates)}
             assert not differences(shown(engine, ema), want)

@@ -80,7 +80,7 @@ REQUIREMENTS = [
     {"pipeline": {"weights": "double", "microbatches_per_step": 1}, "mesh": {"pp": 2}},
     {"offload": {"optimizer": "nvme"}},
     {"pipeline": {"balance": "memory", "split": ["1"]}, "mesh": {"pp": 2}},
-    {"recompute": "auto", "mesh": {"pp": 2}},
+    {"recompute": "auto", "pipeline": {"trace": True}, "mesh": {"pp": 2}},
     {"pipeline": {"microbatches_per_step": 2}, "mesh": {"pp": 2}},
     {"pipeline": {"synchronous_steps": 2}, "mesh": {"pp": 2}},
     {"pipeline": {"correction": "rescale"}, "mesh": {"pp": 2}},

@@ -45,7 +45,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, as `take` returned it; its former user does not touch it again."""
-        self._bytes_in_use -= buffer.nbytes
+        self.drop(buffer)
         if self._keeps:
             self._free.append(buffer)
 
