@@ -40,7 +40,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--note", default="", help="what else the machine did, for the JSON")
     parser.add_argument("--name", default=None, help="of the JSON file; None: experts_RANKS")
-    parser.set_defaults(before=None)
     return parser.parse_args(arguments)
 
 

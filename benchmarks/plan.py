@@ -70,7 +70,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--name", default="plan_2ranks", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
     return parser.parse_args()
 
 
