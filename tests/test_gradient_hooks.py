@@ -221,6 +221,8 @@ def test_settings_in_which_a_hook_cannot_be_right_are_refused():
         zeroshard.initialize(build(), None, config, tp_plan=plan, gradient_hook=pair)
     with pytest.raises(ValueError, match=r"expected \(state, hook\)"):
         zeroshard.initialize(build(), None, {"stage": 0}, gradient_hook=powerSGD_hook)
+    with pytest.raises(ValueError, match="expected a dict or an object as state, to be saved, got a list"):
+        zeroshard.initialize(build(), None, {"stage": 0}, gradient_hook=([], allreduce_hook))
     alone, _ = dist.new_subgroups(1)
     with pytest.raises(ValueError, match="expected a group of all 2 ranks, got 1"):
         start(PowerSGDState(alone), powerSGD_hook, stage=0)

@@ -144,6 +144,14 @@ def test_without_gated_mlps_tiles_are_refused():
             Config.parse({"mlp": {"tiles": 2}, **others})
 
 
+def test_the_forward_of_a_gated_mlp_takes_one_argument():
+    def scaled(self, x, scale=None):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    assert lean._is_gated(LlamaMLP.forward)
+    assert not lean._is_gated(scaled)
+
+
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize(
     ("num_ranks", "config"),

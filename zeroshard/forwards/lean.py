@@ -14,6 +14,7 @@ et al. 2025, "Arctic Long Sequence Training", section 3.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,11 +120,16 @@ def _named_forward(self: Any, x: Any) -> Any:
     return down_proj  # noqa: RET504 - transformers writes it so
 
 
-_GATED = tuple((one.__code__.co_code, one.__code__.co_names) for one in (_forward, _named_forward))
+def _operations(forward: Callable[..., Any]) -> tuple[Any, ...]:
+    code = forward.__code__
+    takes_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return code.co_code, code.co_names, code.co_argcount, code.co_kwonlyargcount, takes_more
+
+
+_GATED = tuple(map(_operations, (_forward, _named_forward)))
 """The forwards of a gated MLP in transformers; its models have them under many names of classes."""
 
 
 def _is_gated(forward: Callable[..., Any]) -> bool:
     """True if a forward is that of a gated MLP, and nothing else: the same operations of Python."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and (code.co_code, code.co_names) in _GATED
+    return hasattr(forward, "__code__") and _operations(forward) in _GATED
