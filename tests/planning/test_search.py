@@ -140,7 +140,7 @@ def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
     found = own(Choice(stage=0, pp=4))
     assert found.seconds == pytest.approx((8 + 4 - 1) * 3)
     assert found.bubble == pytest.approx(3 / 11)
-    assert draw(found, 33).splitlines()[3] == f"rank 3   |   {4 * 'FBBfbb'}      |"
+    assert draw(found.spans(), 33).splitlines()[3] == f"rank 3   |   {4 * 'FBBfbb'}      |"
 
 
 def test_profiles_lie_on_lines_between_those_that_were_measured() -> None:
@@ -290,7 +290,7 @@ def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
     assert lines[0].startswith("Bound by ")
     assert any(line.startswith("The next best takes ") for line in lines)
     assert "4 ranks of four, predicted, not measured: best of " in table(four, found)
-    assert {len(line) for line in draw(found.best[0], 50).splitlines()} == {8 + 2 + 50 + 1}
+    assert {len(line) for line in draw(found.best[0].spans(), 50).splitlines()} == {8 + 2 + 50 + 1}
 
 
 def test_a_faster_network_is_named_where_it_would_change_the_step(four: Predictor) -> None:

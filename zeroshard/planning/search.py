@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, on_first
 from zeroshard.config.sections import Config
+from zeroshard.forwards.keeping import Interval
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import LossOf
@@ -198,18 +199,19 @@ def table(predictor: Predictor, found: SearchResult) -> str:
     return render(title, ("configuration", "step", "samples/s", "device", "host"), rows)
 
 
-def draw(prediction: Prediction, width: int = 72) -> str:
+def draw(spans: Iterable[Interval], width: int = 72) -> str:
     """Return the time line of a step as text, with a row for each resource or pipeline rank.
 
     F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
     the device and back, s step. Of micro-batches every second one is in small letters.
     """
-    rows: dict[str, list[str]] = {}
-    for row, label, start, end in prediction.spans():
+    spans, rows = list(spans), dict[str, list[str]]()
+    seconds = max(span.end for span in spans)
+    for row, label, start, end in spans:
         cells = rows.setdefault(row, [" "] * width)
         kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
         letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
-        first, last = (int(width * time / prediction.seconds) for time in (start, end))
+        first, last = (int(width * time / seconds) for time in (start, end))
         for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
             cells[cell] = letter
     return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())
