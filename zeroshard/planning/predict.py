@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from zeroshard.assemble import specify_units
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import Config, Mesh
 from zeroshard.forwards.budget import SHARE
 from zeroshard.forwards.keeping import Interval
 from zeroshard.memory.activations import DryRun, without_memory
@@ -327,8 +327,9 @@ class Predictor:
 
     def _planned(self, choice: Choice) -> tuple[Setting, list[UnitPlan]]:
         """Return the plans of all rows; alike ones are planned once."""
-        rows, config = self.rows(choice.tp, choice.pp > 1), Config.parse(self._config_of_states(choice))
-        setting = setting_of(config, self.cluster.num_ranks, host_computes=self.on_cpu)
+        rows, config = self.rows(choice.tp, choice.pp > 1), self._parsed(replace(choice, tp=1, pp=1))
+        mesh, num = Mesh(pp=choice.pp, tp=choice.tp), self.cluster.num_ranks
+        setting = setting_of(config, num, host_computes=self.on_cpu, mesh=mesh)
         plans = {row: plan_units([rows.specs[row]], setting)[0] for row in set(rows.alike)}
         both = zip(rows.alike, rows.specs, strict=True)
         return setting, [replace(plans[row], name=spec.name) for row, spec in both]
