@@ -51,6 +51,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -408,7 +409,8 @@ def prepared(
     tile_mlps(model, config, changes)
     if config.recompute in RECOMPUTED and not has_plan(config):
         for module in _blocks(model, specs):
-            changes.around(module, "fused attention", _with_fused_attention)
+            # Autograd runs a recomputation outside of the mode of the run.
+            changes.around(module, "fused attention", FusedAttention())
             changes.around(module, "recompute", functools.partial(checkpointed, module))
     precision = config.precision
     if precision.param_dtype is not None:
@@ -461,8 +463,11 @@ class OneOfMany(Activations):
         return value
 
 
-class FusedAttention(TorchFunctionMode):
-    """Attention without scores in memory; the meta device has only the kernel that keeps them."""
+class FusedAttention(TorchFunctionMode, ContextDecorator):
+    """Attention without scores in memory; the meta device has only the kernel that keeps them.
+
+    A context, or the decorator of a function that runs in it.
+    """
 
     products = 0
     """The operations of its forwards so far."""
@@ -475,16 +480,6 @@ class FusedAttention(TorchFunctionMode):
             )
             return _Attention.apply(query, key, value)
         return func(*args, **(kwargs or {}))
-
-
-def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd runs a recomputation outside of the mode."""
-
-    def fused(*args: Any, **kwargs: Any) -> Any:
-        with FusedAttention():
-            return forward(*args, **kwargs)
-
-    return fused
 
 
 class _Attention(torch.autograd.Function):
