@@ -25,6 +25,7 @@ from tests.planning import models
 from tests.ranks import on_ranks
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning import machine
+from zeroshard.planning import search as planning
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import RECOMPUTES, TIERS, Choice, Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
@@ -140,7 +141,7 @@ def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
     found = own(Choice(stage=0, pp=4))
     assert found.seconds == pytest.approx((8 + 4 - 1) * 3)
     assert found.bubble == pytest.approx(3 / 11)
-    assert draw(found, 33).splitlines()[3] == f"rank 3   |   {4 * 'FBBfbb'}      |"
+    assert draw(found.spans(), 33).splitlines()[3] == f"rank 3   |   {4 * 'FBBfbb'}      |"
 
 
 def test_profiles_lie_on_lines_between_those_that_were_measured() -> None:
@@ -290,7 +291,7 @@ def test_the_best_is_explained_and_drawn(four: Predictor) -> None:
     assert lines[0].startswith("Bound by ")
     assert any(line.startswith("The next best takes ") for line in lines)
     assert "4 ranks of four, predicted, not measured: best of " in table(four, found)
-    assert {len(line) for line in draw(found.best[0], 50).splitlines()} == {8 + 2 + 50 + 1}
+    assert {len(line) for line in draw(found.best[0].spans(), 50).splitlines()} == {8 + 2 + 50 + 1}
 
 
 def test_a_faster_network_is_named_where_it_would_change_the_step(four: Predictor) -> None:
@@ -352,11 +353,13 @@ def test_a_number_stands_for_a_llama_of_about_that_size() -> None:
 # ----------------------------------------------------------------------------- the ranks that are there
 
 
-QUICKLY = mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64}, _WIDTHS_OF_PROBES=(64, 256))
+QUICKLY = mock.patch.multiple(machine, _BYTES=1 << 22, _WIDTHS={"cpu": 64})
+SMALL = mock.patch.object(planning, "_WIDTHS", (64, 256))
 
 
 @on_ranks(2)
 @QUICKLY
+@SMALL
 def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
     model = models.llama(blocks=2, width=64, vocabulary=128)
     engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "auto").engine
@@ -372,6 +375,7 @@ def test_a_model_trains_with_the_config_that_is_found(num_ranks: int) -> None:
 
 @on_ranks(2)
 @QUICKLY
+@SMALL
 def test_any_model_is_measured_with_its_samples(num_ranks: int) -> None:
     model = nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(4)))
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 32))

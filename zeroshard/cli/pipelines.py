@@ -75,7 +75,7 @@ def _plan_model(options: PlanOptions) -> None:
     best = found.best[0]
     config = json.dumps(predictor.config(best.choice), indent=2)
     print(table(predictor, found), "", *explain(predictor, found, bits=bits), sep="\n")
-    print("", draw(best), "", config, sep="\n")
+    print("", draw(best.spans()), "", config, sep="\n")
     options.out.write_text(config + "\n", encoding="utf-8")
     optimizer = "zeroshard.optim.AdamW8bit" if best.choice.bits == 8 else "torch.optim.AdamW"
     print(f"\nWrote {options.out}, a config for zeroshard.initialize with {optimizer}.")

@@ -31,23 +31,13 @@ from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.predict import Choice, Interval, Prediction
+from zeroshard.planning.predict import TIERS
 from zeroshard.planning.search import draw
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
 SHARE = 0.9
 """The part of a device that an estimate may take: tests hold activations to within 10 % of a measurement."""
-
-_TIERS = (
-    ("none", "none"),
-    ("cpu", "none"),
-    ("cpu", "cpu"),
-    ("nvme", "cpu"),
-    ("nvme", "nvme"),
-)
-"""Tiers of optimizer states and of parameters, by their cost."""
-
 
 _RANKS_PER_NODE = 8
 
@@ -68,7 +58,7 @@ class _Tried(NamedTuple):
     def cost(self) -> tuple[float, ...]:
         """Its place in the order."""
         config, found = self.config, self.estimate
-        place = _TIERS.index(self.tiers), config.recompute in RECOMPUTED, found.wire_bytes_per_step
+        place = TIERS.index(self.tiers), config.recompute in RECOMPUTED, found.wire_bytes_per_step
         return *place, config.stage == 3, -self.bits, found.peak
 
     def __str__(self) -> str:
@@ -84,7 +74,7 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
     """Yield the settings on each tier that has room."""
     recomputes = ("none", "unit") if options.recompute is None else (options.recompute,)
     sizes = (32, 8) if options.optimizer_bits is None else (options.optimizer_bits,)
-    for (optimizer, parameters), recompute, base, bits in product(_TIERS, recomputes, configs, sizes):
+    for (optimizer, parameters), recompute, base, bits in product(TIERS, recomputes, configs, sizes):
         is_far, is_in_files = optimizer != "none", "nvme" in (optimizer, parameters)
         has_room = (options.host or not is_far) and (options.nvme or not is_in_files)
         if has_room and (parameters == "none" or base.stage == 3):
@@ -159,7 +149,7 @@ def estimate(options: EstimateOptions) -> None:
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
-                table += f"\n\n{name}: {_LEGEND}\n{_drawn(found)}"
+                table += f"\n\n{name}: {_LEGEND}\n{draw(found.time_line)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
@@ -174,12 +164,6 @@ def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
     if not (rate and machine.to_host and machine.from_host):
         return None
     return machine.to_host / rate, machine.from_host / rate
-
-
-def _drawn(found: Estimate) -> str:
-    """Return the time line of a plan for a memory budget, as `zeroshard plan` draws a step."""
-    spans = [Interval(*one) for one in found.time_line]
-    return draw(Prediction(Choice(), max(one.end for one in spans), {}, lambda: iter(spans)))
 
 
 def _refuse_unused(options: EstimateOptions) -> None:

@@ -228,8 +228,13 @@ def simulate(units: Sequence[UnitCosts], options: Sequence[Option], budget: int,
     )
 
 
-Interval = tuple[str, str, float, float]
-"""A row, a label, and the begin and the end of something that the row does."""
+class Interval(NamedTuple):
+    """Something that a row, a resource or a pipeline rank, does."""
+
+    row: str
+    label: str
+    start: float
+    end: float
 
 
 def time_line(units: Sequence[UnitCosts], plan: KeepingPlan, link: Link) -> Iterator[Interval]:
@@ -251,9 +256,9 @@ def time_line(units: Sequence[UnitCosts], plan: KeepingPlan, link: Link) -> Iter
     for arrow, parts in ((">", forward), ("<", backward[::-1])):
         for label, seconds, copies in parts:
             if label and seconds:
-                yield "compute", label, now, now + seconds
+                yield Interval("compute", label, now, now + seconds)
             if copies:
-                yield "link", arrow, now, now + copies
+                yield Interval("link", arrow, now, now + copies)
             now += seconds
 
 

@@ -51,6 +51,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,6 +88,8 @@ RECOMPUTED = ("unit", "auto")
 """The settings in which blocks are computed again; with a budget in bytes as few as it has no room for."""
 SMALLEST, LARGEST = 1 << 20, 10**15
 """The numbers of parameters for which the rule makes sense."""
+_DEEPEST = 1 << 11
+"""More blocks than the largest model has by the rule: 12 * 2048 * (128 * 2048)**2 is above 10**15."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,18 +174,15 @@ def typical_sizes(num_params: int) -> Sizes:
         )
     is_tied = num_params < TIED_BELOW
     num_tables = 1 if is_tied else 2
-    depth = 1
-    while abs(_count(depth + 1, num_tables) - num_params) < abs(_count(depth, num_tables) - num_params):
-        depth += 1
+
+    def distance(depth: int) -> int:
+        width = WIDTH_PER_BLOCK * depth
+        return abs(12 * depth * width**2 + num_tables * VOCABULARY * width - num_params)
+
+    depth = min(range(1, _DEEPEST), key=distance)
     width = WIDTH_PER_BLOCK * depth
     embedding = min(VOCABULARY * width, num_params // 2)
     return Sizes(num_params=num_params, depth=depth, width=width, embedding=embedding, is_tied=is_tied)
-
-
-def _count(depth: int, num_tables: int) -> int:
-    """Return the parameters of the rule at a depth."""
-    width = WIDTH_PER_BLOCK * depth
-    return 12 * depth * width**2 + num_tables * VOCABULARY * width
 
 
 _WHOLE, _DIVIDED = 5, 12
@@ -257,7 +257,7 @@ def dry_run(
     """
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
         runs, specs, over = prepared(model, config, setting, tp_plan)
-        work, attention = Work([*runs.parameters(), *runs.buffers()]), FusedAttention()
+        work, attention = LiveBytes([*runs.parameters(), *runs.buffers()]), FusedAttention()
         assumed = Assumed()  # type: ignore[no-untyped-call]
         peak = after = inside = 0
         begins, units = list[tuple[int, int]](), list[UnitProfile]()
@@ -317,13 +317,19 @@ def loss_of_tokens(shape: tuple[int, int]) -> LossOf:
 class LiveBytes(TorchDispatchMode):
     """Counts the storages of the results of operations, each once, on any device.
 
+    It counts operations of products, too, and bytes that all other operations read and write. torch's own
+    counter of operations keeps their tensors alive.
+
     Args:
         left_out: tensors whose storages do not count, such as parameters.
     """
 
     def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
+        from torch.utils.flop_counter import flop_registry  # it loads much of torch
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
+        self._registry: Any = flop_registry
+        self.now = self.flops = self.traffic = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in left_out:
             self._note(tensor.untyped_storage(), 0)
@@ -331,12 +337,17 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and note its results."""
+        """Run an operation, count it and note its results."""
         results = func(*args, **(kwargs or {}))
-        for result in pytree.tree_leaves(results):
-            if isinstance(result, Tensor):
-                storage = result.untyped_storage()
-                self._note(storage, storage.nbytes())
+        made = [one for one in pytree.tree_leaves(results) if isinstance(one, Tensor)]
+        for result in made:
+            storage = result.untyped_storage()
+            self._note(storage, storage.nbytes())
+        if (count := self._registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=results)
+        elif not func.is_view:
+            given = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+            self.traffic += sum(one.nbytes for one in (*given, *made))
         return results
 
     def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -353,36 +364,6 @@ class LiveBytes(TorchDispatchMode):
         self.now += num_bytes
 
 
-class Work(LiveBytes):
-    """Counts operations of products, and bytes that all other operations read and write, along with storages.
-
-    torch's own counter of operations keeps their tensors alive.
-
-    Args:
-        left_out: as `LiveBytes` has it.
-    """
-
-    def __init__(self, left_out: Iterable[Tensor]) -> None:
-        from torch.utils.flop_counter import flop_registry  # it loads much of torch
-
-        super().__init__(left_out)
-        self._registry: Any = flop_registry
-        self.flops = self.traffic = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and count it."""
-        results = super().__torch_dispatch__(func, types, args, kwargs)
-        if (count := self._registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=results)
-        elif not func.is_view:
-            self.traffic += sum(
-                one.nbytes for one in pytree.tree_leaves((args, results)) if isinstance(one, Tensor)
-            )
-        return results
-
-
 def without_memory(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device; layers with codes are layers with numbers there."""
     memo: dict[int, Any] = {}
@@ -391,16 +372,11 @@ def without_memory(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=_META)
-    for module in filter(is_quantized, model.modules()):
-        memo[id(module)] = _with_numbers(module)
+    layers: Iterable[Any] = filter(is_quantized, model.modules())
+    for layer in layers:  # a frozen layer of plain numbers keeps what one with codes keeps
+        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, _META)
+        memo[id(layer)] = plain.requires_grad_(False)
     return copy.deepcopy(model, memo)
-
-
-def _with_numbers(layer: Any) -> nn.Module:
-    """Return a frozen layer of plain numbers: it keeps what one with codes keeps, which it needs no more."""
-    has_bias = layer.bias is not None
-    plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device=_META)
-    return plain.requires_grad_(False)
 
 
 def prepared(
@@ -433,7 +409,8 @@ def prepared(
     tile_mlps(model, config, changes)
     if config.recompute in RECOMPUTED and not has_plan(config):
         for module in _blocks(model, specs):
-            changes.around(module, "fused attention", _with_fused_attention)
+            # Autograd runs a recomputation outside of the mode of the run.
+            changes.around(module, "fused attention", FusedAttention())
             changes.around(module, "recompute", functools.partial(checkpointed, module))
     precision = config.precision
     if precision.param_dtype is not None:
@@ -486,8 +463,11 @@ class OneOfMany(Activations):
         return value
 
 
-class FusedAttention(TorchFunctionMode):
-    """Attention without scores in memory; the meta device has only the kernel that keeps them."""
+class FusedAttention(TorchFunctionMode, ContextDecorator):
+    """Attention without scores in memory; the meta device has only the kernel that keeps them.
+
+    A context, or the decorator of a function that runs in it.
+    """
 
     products = 0
     """The operations of its forwards so far."""
@@ -500,16 +480,6 @@ class FusedAttention(TorchFunctionMode):
             )
             return _Attention.apply(query, key, value)
         return func(*args, **(kwargs or {}))
-
-
-def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd runs a recomputation outside of the mode."""
-
-    def fused(*args: Any, **kwargs: Any) -> Any:
-        with FusedAttention():
-            return forward(*args, **kwargs)
-
-    return fused
 
 
 class _Attention(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import Config, Mesh
 from zeroshard.forwards.keeping import Interval, Link
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import (
@@ -294,9 +294,16 @@ RankUnits = tuple[list[UnitPlan], int]
 """The units of a pipeline rank, the root first; and bytes of quantized weights other than their codes."""
 
 
-def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setting:
-    """Return the setting of plans for a number of ranks. Raises ValueError for no multiple of the mesh."""
-    mesh, inner = config.mesh, config.reshard_after_forward
+def setting_of(config: Config, world_size: int, *, host_computes: bool, mesh: Mesh | None = None) -> Setting:
+    """Return the setting of plans for a number of ranks. Raises ValueError for no multiple of the mesh.
+
+    Args:
+        config: the config.
+        world_size: the ranks.
+        host_computes: see `estimate`.
+        mesh: taken in the place of the mesh of the config, as a config takes long to check.
+    """
+    mesh, inner = mesh or config.mesh, config.reshard_after_forward
     along = Arrangement(world_size, mesh.pp, mesh.tp, config.shard_group_size).sizes
     num_inner = 1 if isinstance(inner, bool) else inner
     if along.dp_shard % num_inner:

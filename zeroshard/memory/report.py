@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
-from zeroshard.outer import Kept
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import TierMemory
@@ -152,11 +151,39 @@ def byte_rows(reports: Collection[ModelStates], fields: Mapping[str, str]) -> It
 
 
 def memory_report(engine: Engine) -> MemoryReport:
-    """Measured bytes of this rank: model states by kind, and the process."""
+    """Measured bytes of this rank: model states by kind, each storage once, and the process."""
     method = None if engine._pipeline is None else engine._pipeline.method
     peak = 0 if method is None else method.peak_bytes
-    averages = engine._parts.averages.values()
-    return measure(engine._runtime, engine.optimizer, averages, peak_versions=peak)
+    runtime, context = engine._runtime, engine._runtime.context
+    kept = (copy.values for b in runtime.buffers if (copy := b.store.copy) is not None)
+    resident = (b.full for b in runtime.buffers if b.is_resident)
+    parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
+    gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
+    hooked = [] if runtime.state.hook is None else runtime.state.hook.tensors
+    states = _by_tier([*_states(runtime, engine.optimizer), *hooked], context.memory)
+    scales = _by_tier(scales_in(runtime.module), context.memory)
+    averages = (tensor for own in engine._parts.averages.values() for tensor in own.tensors)
+    averaged = _by_tier(averages, context.memory)
+    kinds = parameters, gradients, states, averaged
+    buffers = context.memory.staging_bytes
+    pinned_buffers = buffers if context.device.type == "cuda" else 0
+    return MemoryReport(
+        parameters=parameters[Tier.DEVICE],
+        gradients=gradients[Tier.DEVICE] + runtime.reducer.local_bytes,
+        optimizer=states[Tier.DEVICE] + context.memory.piece_bytes,
+        averages=averaged[Tier.DEVICE],
+        scales=scales[Tier.DEVICE],
+        unsharded=context.meter.now,
+        peak_unsharded=context.meter.peak,
+        peak_versions=peak,
+        host=sum(kind[Tier.HOST] for kind in kinds) + buffers,
+        pinned=sum(kind["pinned"] for kind in kinds) + pinned_buffers,
+        nvme=context.memory.swap.num_bytes,
+        rank=context.axes.world.rank,
+        num_ranks=context.axes.world.size,
+        device=str(context.device),
+        **asdict(measure_process(context.device)),
+    )
 
 
 def take_peak(engine: Engine) -> int:
@@ -179,45 +206,6 @@ def reset_memory_report(engine: Engine) -> None:
         engine._pipeline.method.reset_peak()
 
 
-def measure(
-    runtime: Runtime,
-    optimizer: Optimizer | None,
-    averages: Iterable[Kept] = (),
-    *,
-    peak_versions: int = 0,
-) -> MemoryReport:
-    """Add up the storages of parameters, scales, gradients, optimizer states, averages, each once."""
-    context = runtime.context
-    kept = (copy.values for b in runtime.buffers if (copy := b.store.copy) is not None)
-    resident = (b.full for b in runtime.buffers if b.is_resident)
-    parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
-    gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
-    hooked = [] if runtime.state.hook is None else runtime.state.hook.tensors
-    states = _by_tier([*_states(runtime, optimizer), *hooked], context.memory)
-    scales = _by_tier(scales_in(runtime.module), context.memory)
-    averaged = _by_tier((tensor for own in averages for tensor in own.tensors), context.memory)
-    on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states, averaged)]
-    buffers = context.memory.staging_bytes
-    pinned_buffers = buffers if context.device.type == "cuda" else 0
-    return MemoryReport(
-        parameters=parameters[Tier.DEVICE].all,
-        gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
-        optimizer=states[Tier.DEVICE].all + context.memory.piece_bytes,
-        averages=averaged[Tier.DEVICE].all,
-        scales=scales[Tier.DEVICE].all,
-        unsharded=context.meter.now,
-        peak_unsharded=context.meter.peak,
-        peak_versions=peak_versions,
-        host=sum(held.all for held in on_host) + buffers,
-        pinned=sum(held.pinned for held in on_host) + pinned_buffers,
-        nvme=context.memory.swap.num_bytes,
-        rank=context.axes.world.rank,
-        num_ranks=context.axes.world.size,
-        device=str(context.device),
-        **asdict(measure_process(context.device)),
-    )
-
-
 def _states(runtime: Runtime, optimizer: Optimizer | None) -> Iterator[Tensor]:
     if optimizer is None:
         return
@@ -238,25 +226,17 @@ def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
         yield from _with_storage(getattr(tensor, name))
 
 
-class _StorageBytes(NamedTuple):
-    """Bytes of storages."""
-
-    all: int = 0
-    pinned: int = 0
-
-
-def _by_tier(tensors: Iterable[Tensor], memory: TierMemory) -> dict[Tier, _StorageBytes]:
-    """The bytes of the storages under tensors, each once, by their tier."""
-    found: dict[Tier, dict[int, _StorageBytes]] = {tier: {} for tier in Tier}
+def _by_tier(tensors: Iterable[Tensor], memory: TierMemory) -> dict[Tier | str, int]:
+    """The bytes of the storages under tensors, each once, by their tier, and of the pinned ones."""
+    found, seen = dict[Tier | str, int].fromkeys((*Tier, "pinned"), 0), set[tuple[Tier, int]]()
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        is_pinned = memory.device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
-        held = _StorageBytes(storage.nbytes(), storage.nbytes() if is_pinned else 0)
-        found[memory.tier_of(tensor)][storage.data_ptr()] = held
-    return {
-        tier: _StorageBytes(sum(h.all for h in storages.values()), sum(h.pinned for h in storages.values()))
-        for tier, storages in found.items()
-    }
+        tier, storage = memory.tier_of(tensor), tensor.untyped_storage()
+        if (key := (tier, storage.data_ptr())) not in seen:
+            seen.add(key)
+            is_pinned = memory.device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
+            found[tier] += storage.nbytes()
+            found["pinned"] += storage.nbytes() * is_pinned
+    return found
 
 
 @dataclass(frozen=True)

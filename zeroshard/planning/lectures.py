@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 
@@ -29,6 +30,38 @@ class StagePlan(NamedTuple):
     seconds: float
     """Of the slowest stage, or of the slowest transfer between two: a micro-batch leaves in each so many."""
     stages: tuple[Stage, ...]
+
+
+def _divide(
+    num_layers: int,
+    num_ranks: int,
+    alone: Callable[[int, int, int, int], float],
+    arrives: Callable[[int, int], float],
+) -> StagePlan:
+    """Return the division whose slowest stage or transfer is fastest; its seconds are inf if there is none.
+
+    The state is (ideal, ranks, stages): the layers from i on, over so many ranks, in so many stages.
+
+    Args:
+        num_layers: the layers of the chain.
+        num_ranks: the ranks to use, at most.
+        alone: (first layer, end, ranks, stages from here on) -> seconds of a stage.
+        arrives: (first layer, ranks) -> seconds in which the input of a stage arrives.
+    """
+
+    @cache
+    def best(first: int, ranks: int, num_stages: int) -> StagePlan:
+        plans = [StagePlan(0.0 if first == num_layers and num_stages == 0 else math.inf, ())]
+        ends = range(first + 1, num_layers + 1) if num_stages else ()
+        for end, num in product(ends, range(1, ranks + 1)):
+            rest = best(end, ranks - num, num_stages - 1)
+            arrival = arrives(first, num) if first else 0.0
+            slowest = max(alone(first, end, num, num_stages), arrival, rest.seconds)
+            plans.append(StagePlan(slowest, (Stage(range(first, end), num), *rest.stages)))
+        return min(plans, key=lambda plan: plan.seconds)
+
+    found = (best(0, num_ranks, num) for num in range(1, num_layers + 1))
+    return min(found, key=lambda plan: plan.seconds)
 
 
 def pipedream(
@@ -59,23 +92,14 @@ def pipedream(
     if not seconds or num_ranks < 1:
         raise ValueError(f"expected layers and at least 1 rank, got {len(seconds)} and {num_ranks}")
 
-    def alone(first: int, end: int, num: int) -> float:
+    def alone(first: int, end: int, num: int, _: int) -> float:
         synchronized = 4 * (num - 1) * sum(weights[first:end]) / (bandwidth * num)
         return (sum(seconds[first:end]) + synchronized) / num
 
-    @cache
-    def best(end: int, num: int) -> StagePlan:
-        """The best division of the first layers over so many ranks."""
-        plans = [StagePlan(alone(0, end, num), (Stage(range(end), num),))]
-        for cut in range(1, end):
-            for last in range(1, num):
-                before = best(cut, num - last)
-                transfer = 2 * outputs[cut - 1] / (bandwidth * last)
-                slowest = max(before.seconds, transfer, alone(cut, end, last))
-                plans.append(StagePlan(slowest, (*before.stages, Stage(range(cut, end), last))))
-        return min(plans, key=lambda plan: plan.seconds)
+    def arrives(first: int, num: int) -> float:
+        return 2 * outputs[first - 1] / (bandwidth * num)
 
-    return min((best(len(seconds), num) for num in range(1, num_ranks + 1)), key=lambda plan: plan.seconds)
+    return _divide(len(seconds), num_ranks, alone, arrives)
 
 
 def flexflow(
@@ -136,9 +160,8 @@ def piper(
 ) -> StagePlan:
     """Return the division of a chain whose slowest stage is fastest, with an option for each layer.
 
-    The ideals of a chain are its ends. The state is (ideal, ranks, stages): the layers from i on, over so
-    many ranks, in so many stages. All layers of a stage have the same number of ranks; a stage takes the
-    options of least time that fit into the memory, by a knapsack over its layers.
+    The ideals of a chain are its ends. All layers of a stage have the same number of ranks; a stage takes
+    the options of least time that fit into the memory, by a knapsack over its layers.
 
     Source: Tarnawski, Narayanan and Phanishayee 2021, "Piper: Multidimensional Planner for DNN
     Parallelization", section 4.
@@ -152,7 +175,6 @@ def piper(
     Raises:
         ValueError: nothing fits.
     """
-    last = len(layers)
 
     @cache
     def stage(first: int, end: int, num: int, num_stages: int) -> float:
@@ -172,21 +194,7 @@ def piper(
                     front.append(both)
         return front[0][0] if front else math.inf
 
-    @cache
-    def best(first: int, ranks: int, num_stages: int) -> StagePlan:
-        if first == last:
-            return StagePlan(0.0 if num_stages == 0 else math.inf, ())
-        plans = [StagePlan(math.inf, ())]
-        if num_stages:
-            for end in range(first + 1, last + 1):
-                for num in range(1, ranks + 1):
-                    rest = best(end, ranks - num, num_stages - 1)
-                    transfer = transfers[end - 1] if end < last else 0.0
-                    slowest = max(stage(first, end, num, num_stages), transfer, rest.seconds)
-                    plans.append(StagePlan(slowest, (Stage(range(first, end), num), *rest.stages)))
-        return min(plans, key=lambda plan: plan.seconds)
-
-    found = min((best(0, num_ranks, num) for num in range(1, last + 1)), key=lambda plan: plan.seconds)
+    found = _divide(len(layers), num_ranks, stage, lambda first, _: transfers[first - 1])
     if math.isinf(found.seconds):
         raise ValueError(f"expected layers that fit into {memory:g} bytes of {num_ranks} ranks, got none")
     return found

@@ -10,23 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroshard.comm import streams
-from zeroshard.comm.collectives import Axis
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards.budget import measure_link
 from zeroshard.memory.budget import host_bytes_free
-from zeroshard.sharded import Sharded, shard
 
 _BYTES = 1 << 28
 """Bytes of a copy, and of the file."""
@@ -241,69 +236,3 @@ def read_cluster(given: str, num_ranks: int | None = None) -> Cluster:
         return Cluster(machine=machine, **found)
     except (TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{given}: expected the JSON of `zeroshard doctor --json`: {error}") from None
-
-
-_WIDTHS_OF_PROBES = (64, 1280)
-"""The widths of square layers whose exchanges are measured: next to no bytes, and 6.5 MB."""
-_DEPTH = 6
-"""Layers of a probe."""
-
-
-class Probes:
-    """Small sharded models that measure exchanges where they happen: in forwards and backwards; collective.
-
-    An exchange costs more there than alone: hooks run, memory is new, and sums are taken. At stage 2 a layer
-    has one reduction, at stage 3 a gather in the forward and one in the backward more, but for the last one.
-
-    Args:
-        world: all ranks.
-        machine: the rates of one of them.
-    """
-
-    def __init__(self, world: Axis, machine: Machine) -> None:
-        self._world, ranks = world, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-        if machine.device == "cpu":  # whose memory its ranks share
-            machine = replace(machine, device_bytes=machine.device_bytes // ranks)
-        self._alone = Cluster(
-            name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
-        )
-        self._models: dict[tuple[int, int], nn.Module] = {}
-        self._sharded: list[Sharded] = []
-        for width, stage in product(_WIDTHS_OF_PROBES, (0, 2, 3) if world.size > 1 else ()):
-            layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
-            self._models[width, stage] = model = nn.Sequential(*layers)
-            if stage:
-                config = {"stage": stage, "units": ["Linear"], "device": world.device.type}
-                self._sharded.append(shard(model, config))
-
-    def close(self) -> None:
-        """Give the memory of the models back."""
-        for sharded in self._sharded:
-            sharded.close(restore=False)
-
-    def measure(self) -> Cluster:
-        """Measure the cluster once."""
-        world, per_layer = self._world, dict[tuple[int, int], float]()
-        for (width, stage), model in self._models.items():
-            inputs, watch = torch.ones(1, width, device=world.device), Stopwatch(world.device)
-            for _ in range(_ROUNDS):
-                world.all_gather_object(None, "begin of a measured step")
-                with watch:
-                    model(inputs).sum().backward()
-                model.zero_grad()
-            per_layer[width, stage] = statistics.median(watch.read()[1:]) / _DEPTH
-        if world.size == 1:
-            return self._alone
-
-        def exchanges(width: int) -> tuple[float, float]:
-            """Return the seconds of a reduction and of a gather."""
-            reduces = per_layer[width, 2] - per_layer[width, 0]
-            gathers = (per_layer[width, 3] - per_layer[width, 2]) / (2 - 1 / _DEPTH)
-            return max(1e-7, reduces), max(1e-7, gathers)
-
-        small, large = map(exchanges, _WIDTHS_OF_PROBES)
-        latency, sent = sum(small) / 2, 4 * _WIDTHS_OF_PROBES[1] ** 2 * (world.size - 1) / world.size
-        reduce, gather = (sent / max(1e-7, one - latency) for one in large)
-        sums = 1 / (1 / reduce - 1 / gather) if reduce < gather else 0.0
-        rates: dict[str, Any] = {"network": gather, "between": gather, "latency": latency, "sums": sums}
-        return replace(self._alone, num_ranks=world.size, **rates)

@@ -29,11 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from zeroshard.assemble import read_setting, specify_units
-from zeroshard.config.sections import Config
+from zeroshard.assemble import specify_units
+from zeroshard.config.sections import Config, Mesh
 from zeroshard.forwards.budget import SHARE
+from zeroshard.forwards.keeping import Interval
 from zeroshard.memory.activations import DryRun, without_memory
-from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank
+from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank, setting_of
 from zeroshard.memory.tiered import States, bytes_sent, gradient_bytes, parameter_bytes
 from zeroshard.parallel.pipeline.actions import Schedule, loop
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
@@ -42,10 +43,9 @@ from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.exchange import Exchange
-from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
+from zeroshard.plan.placement import DP_SHARD, SUMMANDS
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.planning.machine import Cluster
@@ -91,15 +91,6 @@ class Choice:
         parts += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         parts += [] if self.tiers == TIERS[0] else [f"offload {'/'.join(self.tiers)}"]
         return ", ".join([*parts, *(["8-bit states"] if self.bits == 8 else [])])
-
-
-class Interval(NamedTuple):
-    """Something that a row, a resource or a pipeline rank, does."""
-
-    row: str
-    label: str
-    start: float
-    end: float
 
 
 class Prediction(NamedTuple):
@@ -336,19 +327,12 @@ class Predictor:
 
     def _planned(self, choice: Choice) -> tuple[Setting, list[UnitPlan]]:
         """Return the plans of all rows; alike ones are planned once."""
-        rows, setting = self.rows(choice.tp, choice.pp > 1), self._setting(choice)
+        rows, config = self.rows(choice.tp, choice.pp > 1), self._parsed(replace(choice, tp=1, pp=1))
+        mesh, num = Mesh(pp=choice.pp, tp=choice.tp), self.cluster.num_ranks
+        setting = setting_of(config, num, host_computes=self.on_cpu, mesh=mesh)
         plans = {row: plan_units([rows.specs[row]], setting)[0] for row in set(rows.alike)}
         both = zip(rows.alike, rows.specs, strict=True)
         return setting, [replace(plans[row], name=spec.name) for row, spec in both]
-
-    def _setting(self, choice: Choice) -> Setting:
-        config = self._parsed(replace(choice, tp=1, pp=1))
-        along = Arrangement(self.cluster.num_ranks, choice.pp, choice.tp, config.shard_group_size).sizes
-        sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: 1, TP: choice.tp}
-        setting = read_setting(config, sizes, host_computes=self.on_cpu, steps_by_parts=True)
-        if choice.pp == 1:
-            return setting
-        return replace(setting, placements=replace(setting.placements, gradient=SUMMANDS))
 
     # -- bytes ------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from zeroshard.comm import streams
 from zeroshard.config.sections import Config
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
-from zeroshard.memory.activations import FusedAttention, LossOf, Work, prepared
+from zeroshard.memory.activations import FusedAttention, LiveBytes, LossOf, prepared
 from zeroshard.memory.estimate import setting_of
 from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.profile import Assumed
@@ -175,7 +175,7 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
         raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
     with torch.random.fork_rng(devices=[]):
         runs, specs, over = prepared(subject.model, config, setting, subject.tp_plan)
-        work, attention = Work([*runs.parameters(), *runs.buffers()]), FusedAttention()
+        work, attention = LiveBytes([*runs.parameters(), *runs.buffers()]), FusedAttention()
 
         def read() -> Any:
             own = work.flops, attention.products, work.traffic, work.now, over.sent, over.calls

@@ -9,9 +9,10 @@ For `config="auto"` the ranks that are there are the cluster, measured together 
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, on_first
+from zeroshard.comm.streams import Stopwatch
 from zeroshard.config.sections import Config
+from zeroshard.forwards.keeping import Interval
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import LossOf
 from zeroshard.parallel.pipeline.profile import SampleSource, same_random_numbers, sample_of
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.planning.machine import Cluster, Probes, measure_machine
+from zeroshard.planning.machine import Cluster, measure_machine
 from zeroshard.planning.predict import (
     COMPUTE,
     LINK,
@@ -40,6 +43,7 @@ from zeroshard.planning.predict import (
     Predictor,
 )
 from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
+from zeroshard.sharded import Sharded, shard
 from zeroshard.tables import format_bytes, render
 
 SAMPLES = (1, 2, 4, 8, 16, 32)
@@ -198,18 +202,19 @@ def table(predictor: Predictor, found: SearchResult) -> str:
     return render(title, ("configuration", "step", "samples/s", "device", "host"), rows)
 
 
-def draw(prediction: Prediction, width: int = 72) -> str:
+def draw(spans: Iterable[Interval], width: int = 72) -> str:
     """Return the time line of a step as text, with a row for each resource or pipeline rank.
 
     F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
     the device and back, s step. Of micro-batches every second one is in small letters.
     """
-    rows: dict[str, list[str]] = {}
-    for row, label, start, end in prediction.spans():
+    spans, rows = list(spans), dict[str, list[str]]()
+    seconds = max(span.end for span in spans)
+    for row, label, start, end in spans:
         cells = rows.setdefault(row, [" "] * width)
         kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
         letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
-        first, last = (int(width * time / prediction.seconds) for time in (start, end))
+        first, last = (int(width * time / seconds) for time in (start, end))
         for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
             cells[cell] = letter
     return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())
@@ -224,8 +229,20 @@ _MEASURED = (1, 2)
 """Samples of the micro-batches that are timed for `config="auto"`."""
 
 
+_WIDTHS = (64, 1280)
+"""The widths of square layers whose exchanges are measured: next to no bytes, and 6.5 MB."""
+_DEPTH = 6
+"""Layers of a model of such layers."""
+_STEPS = 5
+"""Forwards and backwards of such a model in a round; the first one does not count."""
+
+
 class Ranks:
     """All ranks, which time the units of a model and exchange; collective.
+
+    Small sharded models measure exchanges where they happen: in forwards and backwards. An exchange costs
+    more there than alone: hooks run, memory is new, and sums are taken. At stage 2 a layer has one reduction,
+    at stage 3 a gather in the forward and one in the backward more, but for the last one.
 
     Args:
         world: all ranks.
@@ -235,9 +252,23 @@ class Ranks:
 
     def __init__(self, world: Axis, subject: Subject, samples: int) -> None:
         self._world, self._subject, self._samples = world, subject, samples
-        self._probes, self._clusters = Probes(world, measure_machine()), list[Cluster]()
+        machine, ranks = measure_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        if machine.device == "cpu":  # whose memory its ranks share
+            machine = replace(machine, device_bytes=machine.device_bytes // ranks)
+        self._alone = Cluster(
+            name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
+        )
+        self._rates = defaultdict[str, list[float]](list)
         self._runs: dict[int, Callable[[int], Any]] = {}
         self._seconds = defaultdict[tuple[int, int], list[Any]](list)
+        self._models: dict[tuple[int, int], nn.Module] = {}
+        self._sharded: list[Sharded] = []
+        for width, stage in product(_WIDTHS, (0, 2, 3) if world.size > 1 else ()):
+            layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
+            self._models[width, stage] = model = nn.Sequential(*layers)
+            if stage:
+                config = {"stage": stage, "units": ["Linear"], "device": world.device.type}
+                self._sharded.append(shard(model, config))
 
     def measure(self, tensor: Collection[int], samples: Collection[int]) -> None:
         """Measure once more; what is predicted afterwards is a median.
@@ -246,7 +277,7 @@ class Ranks:
             tensor: the numbers of tensor ranks; layers that cannot be divided so are left out.
             samples: the numbers of samples of a micro-batch.
         """
-        self._clusters.append(self._probes.measure())
+        self._measure_exchanges()
         for tp in tensor:
             with suppress(ValueError, torch.OutOfMemoryError):  # then nothing is known of it
                 if tp not in self._runs:
@@ -254,18 +285,43 @@ class Ranks:
                 for num in samples:
                     self._seconds[tp, num].append(self._runs[tp](num))
 
+    def _measure_exchanges(self) -> None:
+        world, per_layer = self._world, dict[tuple[int, int], float]()
+        for (width, stage), model in self._models.items():
+            inputs, watch = torch.ones(1, width, device=world.device), Stopwatch(world.device)
+            for _ in range(_STEPS):
+                world.all_gather_object(None, "begin of a measured step")
+                with watch:
+                    model(inputs).sum().backward()
+                model.zero_grad()
+            per_layer[width, stage] = statistics.median(watch.read()[1:]) / _DEPTH
+        if not per_layer:
+            return
+
+        def exchanges(width: int) -> tuple[float, float]:
+            """Return the seconds of a reduction and of a gather."""
+            reduces = per_layer[width, 2] - per_layer[width, 0]
+            gathers = (per_layer[width, 3] - per_layer[width, 2]) / (2 - 1 / _DEPTH)
+            return max(1e-7, reduces), max(1e-7, gathers)
+
+        small, large = map(exchanges, _WIDTHS)
+        latency, sent = sum(small) / 2, 4 * _WIDTHS[1] ** 2 * (world.size - 1) / world.size
+        reduce, gather = (sent / max(1e-7, one - latency) for one in large)
+        sums = 1 / (1 / reduce - 1 / gather) if reduce < gather else 0.0
+        rates = {"network": gather, "between": gather, "latency": latency, "sums": sums}
+        for name, rate in rates.items():
+            self._rates[name].append(rate)
+
     def close(self) -> None:
         """Give the memory of all that was measured back."""
-        self._probes.close()
+        for sharded in self._sharded:
+            sharded.close(restore=False)
         self._runs.clear()
 
     def cluster(self) -> Cluster:
         """Return the medians of all rounds."""
-        rates = {
-            name: statistics.median(getattr(one, name) for one in self._clusters)
-            for name in ("network", "between", "latency", "sums")
-        }
-        return replace(self._clusters[0], **rates)
+        rates: dict[str, Any] = {name: statistics.median(rounds) for name, rounds in self._rates.items()}
+        return replace(self._alone, num_ranks=self._world.size, **rates)
 
     def predictor(self) -> Predictor:
         """Return what predicts steps of this model on these ranks."""
