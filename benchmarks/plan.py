@@ -31,7 +31,7 @@ import zeroshard
 from before import run_on_ranks
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.memory.activations import loss_of_tokens
-from zeroshard.planning.predict import Choice
+from zeroshard.planning.timeline import Choice
 from zeroshard.planning.profile import Subject
 from zeroshard.planning.search import Ranks
 

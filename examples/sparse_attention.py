@@ -78,34 +78,36 @@ class BigBird:
 Pattern = Fixed | BigBird
 
 
-@functools.lru_cache(maxsize=8)
+def _kept(make: Any) -> Any:
+    """Keep what a function makes; outside of an inference mode, as a later backward may save it."""
+    return functools.lru_cache(maxsize=8)(torch.inference_mode(False)(make))
+
+
+@_kept
 def mask_mod(pattern: Pattern, num_heads: int, length: int, device: torch.device, is_causal: bool) -> Any:
     """A pattern as flex_attention takes it; a causal model sees no later token either."""
-    with torch.inference_mode(False):  # as in `block_mask`
-        sees = pattern.mask_of(num_heads, length, device)
+    sees = pattern.mask_of(num_heads, length, device)
     if not is_causal:
         return sees
     return lambda batch, head, query, key: sees(batch, head, query, key) & (query >= key)
 
 
-@functools.lru_cache(maxsize=8)
+@_kept
 def block_mask(
     pattern: Pattern, num_heads: int, length: int, device: torch.device, is_causal: bool
 ) -> BlockMask:
     mask, is_fast = mask_mod(pattern, num_heads, length, device, is_causal), device.type == "cuda"
     size = {"BLOCK_SIZE": pattern.block, "_compile": is_fast}  # else it makes all scores at once
-    with torch.inference_mode(False):  # it is kept, and a later backward may save it
-        return create_block_mask(mask, None, num_heads, length, length, device=device, **size)
+    return create_block_mask(mask, None, num_heads, length, length, device=device, **size)
 
 
-@functools.lru_cache(maxsize=8)
+@_kept
 def dense_mask(
     pattern: Pattern, num_heads: int, length: int, device: torch.device, is_causal: bool
 ) -> Tensor:
     """[1, num_heads, length, length], bool."""
     mask = mask_mod(pattern, num_heads, length, device, is_causal)
-    with torch.inference_mode(False):
-        return create_mask(mask, None, num_heads, length, length, device=device)
+    return create_mask(mask, None, num_heads, length, length, device=device)
 
 
 compiled = functools.cache(lambda: torch.compile(flex_attention))

@@ -232,7 +232,7 @@ def test_settings_in_which_a_hook_cannot_be_right_are_refused():
 
 
 WRONG = [
-    (lambda _, bucket: bucket.buffer(), "<lambda>: expected a torch.futures.Future of the means, got tensor"),
+    (lambda _, bucket: bucket.buffer(), "<lambda>: expected a torch.futures.Future of the means, got Tensor"),
     (lambda _, bucket: future_of(bucket.buffer()[1:]), r"<lambda>: expected a future of a tensor of .*got"),
     (lambda _, bucket: future_of(None), r"<lambda>: expected a future of a tensor of .*got None"),
 ]

@@ -135,7 +135,9 @@ class GradientHook:
         self._axis.ledger.note(label, REDUCE)
         future = self._hook(self.state, bucket)
         if not isinstance(future, torch._C.Future):
-            raise TypeError(f"{self.name}: expected a torch.futures.Future of the means, got {type(future).__name__}")
+            raise TypeError(
+                f"{self.name}: expected a torch.futures.Future of the means, got {type(future).__name__}"
+            )
         work: Any = SimpleNamespace(wait=lambda _: future.wait())  # with the arguments of a dist.Work
         self._axis.waits.wait_for([work], label, ALL_REDUCE)
         value = future.value()
@@ -230,7 +232,9 @@ def make_hook(
             raise ValueError(f"gradient_hook: expected (state, hook), got {pair!r}")
         if isinstance(pair[0], list | tuple | set | Tensor):
             kind = type(pair[0]).__name__
-            raise ValueError(f"gradient_hook: expected a dict or an object as state, to be saved, got a {kind}")
+            raise ValueError(
+                f"gradient_hook: expected a dict or an object as state, to be saved, got a {kind}"
+            )
         hook = GradientHook(*pair, axis)
         group = getattr(hook.state, "process_group", hook.state)
         if isinstance(group, ProcessGroup) and group.size() != axis.size:

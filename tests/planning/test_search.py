@@ -27,9 +27,10 @@ from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning import machine
 from zeroshard.planning import search as planning
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
-from zeroshard.planning.predict import RECOMPUTES, TIERS, Choice, Predictor
+from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
 from zeroshard.planning.search import draw, explain, places, search, table
+from zeroshard.planning.timeline import RECOMPUTES, TIERS, Choice
 
 LENGTH = 64
 GPU = Machine(

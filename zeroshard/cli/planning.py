@@ -31,8 +31,8 @@ from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.predict import TIERS
 from zeroshard.planning.search import draw
+from zeroshard.planning.timeline import TIERS
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
@@ -72,9 +72,13 @@ class _Tried(NamedTuple):
 
 def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> Iterator[_Tried]:
     """Yield the settings on each tier that has room."""
-    recomputes = ("none", "unit") if options.recompute is None else (options.recompute,)
+    settings = [
+        (base, recompute)
+        for base in configs
+        for recompute in ((base.recompute,) if options.recompute or base.memory_budget else ("none", "unit"))
+    ]
     sizes = (32, 8) if options.optimizer_bits is None else (options.optimizer_bits,)
-    for (optimizer, parameters), recompute, base, bits in product(TIERS, recomputes, configs, sizes):
+    for (optimizer, parameters), (base, recompute), bits in product(TIERS, settings, sizes):
         is_far, is_in_files = optimizer != "none", "nvme" in (optimizer, parameters)
         has_room = (options.host or not is_far) and (options.nvme or not is_in_files)
         if has_room and (parameters == "none" or base.stage == 3):
@@ -86,7 +90,7 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
                 continue
             for each in _shares_on_device(config):
                 found = counted.on(options.ranks, each, optimizer_bits=bits)
-                if _has_room(found, options):
+                if _has_room(found, base, options):
                     break
             yield _Tried(each, bits, found)
 
@@ -100,11 +104,12 @@ def _shares_on_device(config: Config) -> Iterator[Config]:
     yield config
 
 
-def _has_room(found: Estimate, options: EstimateOptions) -> bool:
-    """True if a rank, and its node, have the memory of an estimate."""
+def _has_room(found: Estimate, config: Config, options: EstimateOptions) -> bool:
+    """True if a rank, and its node, have the memory of an estimate of a config."""
     per_node = min(options.ranks, _RANKS_PER_NODE)
     far = per_node * found.host <= options.host and per_node * found.nvme <= options.nvme
-    room = min(SHARE * (options.memory or 0), options.memory_budget or math.inf)
+    budget = config.memory_budget or 0
+    room = min(SHARE * (options.memory or 0), budget if budget > 1 else math.inf)
     return far and found.peak <= room
 
 
@@ -181,12 +186,12 @@ def _refuse_unused(options: EstimateOptions) -> None:
 
 
 def _refuse_budget(config: Config, least: int) -> None:
-    """Refuse a budget of memory that is less than the least peak of all stages, whose units all recompute."""
+    """Refuse a budget of memory that is less than the least peak of all stages."""
     budget = config.memory_budget or 0
     if has_plan(config) and least > budget:
         raise ValueError(
-            f"memory_budget: expected at least {format_bytes(least)}, which is taken where all units "
-            f"recompute, got {format_bytes(budget)}: take a larger budget, fewer --tokens, more --ranks or "
+            f"memory_budget: expected at least {math.ceil(least / (1 << 20))}MiB, the least of all stages, "
+            f"got {format_bytes(budget)}: take a larger budget, fewer --tokens, more --ranks or "
             "--optimizer-bits 8; --memory lists what fits, also with offload"
         )
 
@@ -230,7 +235,11 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
         limit += f" and a budget of {format_bytes(options.memory_budget)}"
     tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    fits = {(one.estimate, *one.cost): one for one in reversed(tried) if _has_room(one.estimate, options)}
+    fits = {
+        (one.estimate, *one.cost): one
+        for one in reversed(tried)
+        if _has_room(one.estimate, one.config, options)
+    }
     if not fits:
         nearest = min(tried, key=lambda one: one.estimate.peak)
         need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"

@@ -32,17 +32,9 @@ from zeroshard.memory.activations import LossOf
 from zeroshard.parallel.pipeline.profile import SampleSource, same_random_numbers, sample_of
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, measure_machine
-from zeroshard.planning.predict import (
-    COMPUTE,
-    LINK,
-    NETWORK,
-    RECOMPUTES,
-    TIERS,
-    Choice,
-    Prediction,
-    Predictor,
-)
+from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
+from zeroshard.planning.timeline import COMPUTE, LINK, NETWORK, RECOMPUTES, TIERS, Choice, Prediction
 from zeroshard.sharded import Sharded, shard
 from zeroshard.tables import format_bytes, render
 
