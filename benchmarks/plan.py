@@ -31,9 +31,9 @@ import zeroshard
 from before import run_on_ranks
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.memory.activations import loss_of_tokens
-from zeroshard.planning.timeline import Choice
 from zeroshard.planning.profile import Subject
 from zeroshard.planning.search import Ranks
+from zeroshard.planning.timeline import Choice
 
 HEAD = 64
 SAMPLES = 8

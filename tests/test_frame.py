@@ -36,7 +36,7 @@ BUDGETS = {
     "lines of code of the core": 7959,
     "statements of the core": 6897,
     "tokens of the core": 74231,
-    "lines of code of examples, benchmarks and tools": 8002,
+    "lines of code of examples, benchmarks and tools": 8004,
     "lines of the longest file": 600,
     "booleans of the core": 33,
     "class names that are defined twice": 0,
