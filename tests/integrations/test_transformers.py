@@ -146,6 +146,7 @@ def local_steps():
     return {"outer_step": OuterStep.diloco(every=3)}  # replicas are apart in the checkpoint of step 4
 
 
+@pytest.mark.long_where(make=[power, signs])
 @pytest.mark.parametrize(
     ("make", "stage", "max_grad_norm"), [(dict, 3, 1), (power, 1, 1), (local_steps, 3, 1), (signs, 0, 0)]
 )

@@ -178,6 +178,7 @@ def test_a_step_of_seven_billion_parameters_takes_as_long_as_it_was_measured() -
 # ------------------------------------------------------------------------------------------------ bytes
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_are_those_of_the_estimate(four: Predictor, stage: int) -> None:
     model = llama()
@@ -239,10 +240,13 @@ def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) 
         assert stages == ({0, 1, 2, 3} if exists else set())
 
 
-@pytest.mark.parametrize("room", [pytest.param(1 << 30, marks=pytest.mark.long), 150 << 20])
-@pytest.mark.parametrize("vocabulary", [8192, pytest.param(512, marks=pytest.mark.long)])
-def test_the_search_finds_what_all_predictions_find(vocabulary: int, room: int) -> None:
-    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=room)), vocabulary=vocabulary)
+@pytest.mark.long_where(samples=[16])
+@pytest.mark.parametrize(
+    ("vocabulary", "room", "samples"),
+    [(8192, 150 << 20, 4), *itertools.product((8192, 512), (1 << 30, 150 << 20), (16,))],
+)
+def test_the_search_finds_what_all_predictions_find(vocabulary: int, room: int, samples: int) -> None:
+    own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=room)), samples, vocabulary)
     offers = tuple(itertools.product(TIERS[:3], BITS))
     bounds = {place: own.bounds(place, offers) for place in places(own)}
     exact: dict[Choice, float] = {}
