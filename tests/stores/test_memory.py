@@ -108,7 +108,7 @@ def left_by_freed_tensors(*, calls):
         if calls:
             host.return_freed_memory()
         before = resident()
-        tensors = [torch.empty(8 << 20, dtype=torch.uint8).fill_(1) for _ in range(8)]
+        tensors = [torch.empty(8 << 20, dtype=torch.uint8).fill_(1) for _ in range(16)]
         last = tensors.pop()  # above the others, if they lie in the heap
         tensors.clear()
         os.write(writer, str(resident() - before - last.nbytes).encode())
