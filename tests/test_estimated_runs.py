@@ -164,7 +164,8 @@ class Peak(LiveBytes):
         if self.is_over:
             return
         own = engine_storages(self.engine)
-        alive = [reference() for key, reference in list(self._alive.items()) if key not in own]
+        # A collection may end storages at any allocation, and `copy` allocates nothing while it reads.
+        alive = [reference() for key, reference in self._alive.copy().items() if key not in own]
         self.peak = max(self.peak, sum(one.nbytes() for one in alive if one is not None))
 
 

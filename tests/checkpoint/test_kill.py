@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +107,21 @@ def train(seed: int, folder: str) -> None:
         if rank == trial.victim and step == trial.num_saves + 1:
             kill_before(trial, folder)
         if rank == 0:
-            Path(folder, "begun").write_text(str(step))
+            log(folder, "begun", step)
         engine.save_checkpoint(f"{folder}/saved", trial.tag, {"step": step}, blocking=trial.blocking)
         if rank == 0:
-            Path(folder, "done").write_text(str(step if trial.blocking else step - 1))
+            log(folder, "done", step if trial.blocking else step - 1)
+
+
+def log(folder: str, name: str, step: int) -> None:
+    """Append a step, so that the file has the step before if another rank kills this one."""
+    with Path(folder, name).open("a") as file:
+        file.write(f"{step}\n")
+
+
+def last_logged(folder: str, name: str) -> int:
+    path = Path(folder, name)
+    return int(["0", *(path.read_text().split() if path.exists() else ())][-1])
 
 
 def kill_before(trial: Trial, folder: str) -> None:
@@ -134,7 +144,7 @@ def kill_before(trial: Trial, folder: str) -> None:
 def check(seed: int, folder: str) -> None:
     """Load what is found, compare, train on, save; raises what is wrong."""
     trial, saved = Trial.draw(seed), Path(folder, "saved")
-    begun, done = (int(path.read_text()) if path.exists() else 0 for path in logs(folder))
+    begun, done = last_logged(folder, "begun"), last_logged(folder, "done")
     for directory in saved.iterdir():
         if directory.is_dir() and not directory.name.startswith("."):
             manifest = open_checkpoint(directory).manifest
@@ -169,10 +179,6 @@ def check(seed: int, folder: str) -> None:
     assert len([name for name in names if name.lstrip(".").startswith(f"{tag}.")]) == 1, names
     engine.load_checkpoint(saved)
     assert engine.global_step == step + 1
-
-
-def logs(folder: str) -> Iterator[Path]:
-    yield from (Path(folder, name) for name in ("begun", "done"))
 
 
 @pytest.mark.long

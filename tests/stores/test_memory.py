@@ -107,8 +107,10 @@ def left_by_freed_tensors(*, calls):
         ctypes.CDLL(None).mallopt(host._M_MMAP_THRESHOLD, 32 << 20)
         if calls:
             host.return_freed_memory()
+        ctypes.CDLL(None).malloc_trim(0)  # or the tensors may lie in freed pages, which are there already
         before = resident()
         tensors = [torch.empty(8 << 20, dtype=torch.uint8).fill_(1) for _ in range(16)]
+        tensors.sort(key=torch.Tensor.data_ptr)
         last = tensors.pop()  # above the others, if they lie in the heap
         tensors.clear()
         os.write(writer, str(resident() - before - last.nbytes).encode())
