@@ -256,7 +256,8 @@ def dry_run(
         ValueError: the forward or backward raises an error without values.
     """
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
-        runs, specs, over = prepared(model, config, setting, tp_plan)
+        over = OneOfMany(setting.sizes[TP])
+        runs, specs = prepared(model, config, setting, tp_plan, over)
         work, attention = LiveBytes([*runs.parameters(), *runs.buffers()]), FusedAttention()
         assumed = Assumed()  # type: ignore[no-untyped-call]
         peak = after = inside = 0
@@ -380,15 +381,18 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def prepared(
-    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None
-) -> tuple[nn.Module, Sequence[UnitSpec], OneOfMany]:
+    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None, over: Activations
+) -> tuple[nn.Module, Sequence[UnitSpec]]:
     """Return a copy of a model on the meta device that runs as in an engine; arguments as in `dry_run`.
 
+    Args:
+        over: the exchanges of its tensor rank.
+
     Returns:
-        The copy, with the dtypes, the parts and the forwards that it has in an engine; its units, the root
-        first; and the exchanges of its tensor rank.
+        The copy, with the dtypes, the parts and the forwards that it has in an engine; and its units, the
+        root first.
     """
-    model, over = without_memory(model), OneOfMany(setting.sizes[TP])
+    model = without_memory(model)
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
     casts = find_module_casts(model, division.specs, config)
@@ -420,7 +424,7 @@ def prepared(
                 spec.module.register_forward_pre_hook(cast, with_kwargs=True)
     if (cast_to := precision.output_dtype) is not None:
         model.register_forward_hook(lambda module, args, output: cast_outputs(output, cast_to))
-    return model, specs, over
+    return model, specs
 
 
 def _blocks(model: nn.Module, specs: Sequence[UnitSpec]) -> list[nn.Module]:

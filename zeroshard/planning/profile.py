@@ -24,10 +24,11 @@ from zeroshard.comm import streams
 from zeroshard.config.sections import Config
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
-from zeroshard.memory.activations import FusedAttention, LiveBytes, LossOf, prepared
+from zeroshard.memory.activations import FusedAttention, LiveBytes, LossOf, OneOfMany, prepared
 from zeroshard.memory.estimate import setting_of
 from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.profile import Assumed
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.units import UnitSpec
@@ -174,7 +175,8 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
     if dtype not in machine.flops:
         raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
     with torch.random.fork_rng(devices=[]):
-        runs, specs, over = prepared(subject.model, config, setting, subject.tp_plan)
+        over = OneOfMany(tp)
+        runs, specs = prepared(subject.model, config, setting, subject.tp_plan, over)
         work, attention = LiveBytes([*runs.parameters(), *runs.buffers()]), FusedAttention()
 
         def read() -> Any:
@@ -206,16 +208,21 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
     )
 
 
-def time_units(subject: Subject, tp: int, device: torch.device) -> Callable[[int], Any]:
+def time_units(subject: Subject, over: Activations, device: torch.device) -> Callable[[int], Any]:
     """Return a function that runs a copy of the model on a device, and times its units.
 
     The copy has other values than the model, and memory of its own: of its parameters, their gradients and a
     micro-batch. The function takes the samples of a micro-batch, and gives the seconds of forward and
-    backward of all units, [units, 2], without exchanges.
+    backward of all units, [units, 2], with the exchanges of tensor ranks.
+
+    Args:
+        subject: the model.
+        over: the exchanges of this tensor rank. With the other ranks, all of them call the function.
+        device: the device.
     """
-    own = subject.setting(tp, not streams.has_streams(device))
+    own = subject.setting(over.size, not streams.has_streams(device))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        runs, specs, _ = prepared(subject.model, *own, subject.tp_plan)
+        runs, specs = prepared(subject.model, *own, subject.tp_plan, over)
         runs.to_empty(device=device)
         for parameter in runs.parameters():
             parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()

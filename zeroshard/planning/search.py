@@ -22,20 +22,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zeroshard.assemble import open_data_parallel
 from zeroshard.comm.collectives import Axis, on_first
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.config.sections import Config
 from zeroshard.forwards.keeping import Interval
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
-from zeroshard.memory.activations import LossOf
+from zeroshard.memory.activations import LossOf, OneOfMany
 from zeroshard.parallel.pipeline.profile import SampleSource, same_random_numbers, sample_of
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, measure_machine
 from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
 from zeroshard.planning.timeline import COMPUTE, LINK, NETWORK, RECOMPUTES, TIERS, Choice, Prediction
 from zeroshard.sharded import Sharded, shard
+from zeroshard.sharding.runtime import DRAIN_S
 from zeroshard.tables import format_bytes, render
 
 SAMPLES = (1, 2, 4, 8, 16, 32)
@@ -223,6 +227,8 @@ _MEASURED = (1, 2)
 
 _WIDTHS = (64, 1280)
 """The widths of square layers whose exchanges are measured: next to no bytes, and 6.5 MB."""
+_TAG = 1
+"""The tag of the exchanges of tensor ranks."""
 _DEPTH = 6
 """Layers of a model of such layers."""
 _STEPS = 5
@@ -255,6 +261,7 @@ class Ranks:
         self._seconds = defaultdict[tuple[int, int], list[Any]](list)
         self._models: dict[tuple[int, int], nn.Module] = {}
         self._sharded: list[Sharded] = []
+        self._axes: list[Axes] = []
         for width, stage in product(_WIDTHS, (0, 2, 3) if world.size > 1 else ()):
             layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
             self._models[width, stage] = model = nn.Sequential(*layers)
@@ -273,9 +280,16 @@ class Ranks:
         for tp in tensor:
             with suppress(ValueError, torch.OutOfMemoryError):  # then nothing is known of it
                 if tp not in self._runs:
-                    self._runs[tp] = time_units(self._subject, tp, self._world.device)
+                    self._runs[tp] = time_units(self._subject, self._tensor_ranks(tp), self._world.device)
                 for num in samples:
                     self._seconds[tp, num].append(self._runs[tp](num))
+
+    def _tensor_ranks(self, num: int) -> Activations:
+        if num == 1:
+            return OneOfMany(1)
+        axes = open_data_parallel(Config.parse({"mesh": {"tp": num}}), self._world)
+        self._axes.append(axes)
+        return Activations(axes.activations, _TAG)
 
     def _measure_exchanges(self) -> None:
         world, per_layer = self._world, dict[tuple[int, int], float]()
@@ -309,6 +323,8 @@ class Ranks:
         for sharded in self._sharded:
             sharded.close(restore=False)
         self._runs.clear()
+        for axes in self._axes:
+            axes.close(DRAIN_S)
 
     def cluster(self) -> Cluster:
         """Return the medians of all rounds."""
@@ -321,7 +337,8 @@ class Ranks:
         for (tp, num), runs in self._seconds.items():
             counted = count_units(self._subject, tp, num, cluster)
             forward, backward = np.median(runs, 0).T
-            timed[tp][num] = counted._replace(forward=forward, backward=backward)
+            none = 0 * counted.sent  # the exchanges of tensor ranks are in the seconds
+            timed[tp][num] = counted._replace(forward=forward, backward=backward, sent=none, calls=none)
         found: Mapping[int, Profiles] | None = dict(timed) if 1 in timed else None  # else it is counted
         return Predictor(self._subject, cluster, self._samples, found)
 
