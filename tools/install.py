@@ -77,7 +77,7 @@ def installer(python: Path) -> list[str]:
     """Return the command that installs packages for an interpreter: its pip, or uv where it has none."""
     if subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode:
         return ["uv", "pip", "install", "--python", str(python)]
-    return [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+    return [str(python), "-m", "pip", "install", "--no-compile", "--no-input", "--disable-pip-version-check"]
 
 
 class Progress:
