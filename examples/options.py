@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "adamw8bit": zeroshard.optim.AdamW8bit,
     "muon": zeroshard.optim.Muon,
 }
-SMALL = {"seq_len": 256, "lr": 3e-3, "steps": 160}
+SMALL = {"seq_len": 256, "lr": 3e-3, "steps": 96}
 """Defaults for the small Llama, which begins with random weights."""
 PRETRAINED = {"seq_len": 1024, "lr": 2e-5, "epochs": 1.0, "output": "finetuned"}
 """Defaults with --model."""
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--no-packing", action="store_true", help="one document in a block")
     training = parser.add_argument_group("training (where two defaults stand, the second is for --model)")
     length = training.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=at_least(2), metavar="N", help="optimizer steps (160; --epochs 1)")
+    length.add_argument("--steps", type=at_least(2), metavar="N", help="optimizer steps (96; --epochs 1)")
     length.add_argument("--epochs", type=float, metavar="E", help="instead of --steps")
     training.add_argument(
         "--optimizer",

@@ -77,7 +77,9 @@ def installer(python: Path) -> list[str]:
     """Return the command that installs packages for an interpreter: its pip, or uv where it has none."""
     if subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode:
         return ["uv", "pip", "install", "--python", str(python)]
-    return [str(python), "-m", "pip", "install", "--no-compile", "--no-input", "--disable-pip-version-check"]
+    # Most modules are never imported; those that are get their byte code then, if Python may write it.
+    how = [] if sys.dont_write_bytecode else ["--no-compile"]
+    return [str(python), "-m", "pip", "install", *how, "--no-input", "--disable-pip-version-check"]
 
 
 class Progress:
