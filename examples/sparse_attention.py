@@ -169,8 +169,8 @@ def main() -> None:
     engine = zeroshard.initialize(model, optimizer, {"stage": args.stage}).engine
     generator = torch.Generator().manual_seed(engine.dp_rank)
     for step in range(args.steps):
-        span = torch.randint(0, 256, (4, 32), generator=generator)
-        tokens = span.repeat(1, 4).to(engine.device)  # the second half can be copied from the first
+        span = torch.randint(0, 16, (4, 8), generator=generator)
+        tokens = span.repeat(1, 16).to(engine.device)  # all but the first span can be copied
         out = engine(input_ids=tokens, labels=tokens)
         engine.backward(out.loss)
         engine.step()
