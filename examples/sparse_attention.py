@@ -120,12 +120,11 @@ def attend(
     where = query.shape[1], query.shape[2], query.device, is_causal
     inputs, options = (query, key, value), {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     kernel: Any = flex_attention if query.is_cpu else compiled()
-    mask = block_mask(pattern, *where)
+    flex = functools.partial(kernel, block_mask=block_mask(pattern, *where), **options)
     if not query.is_cpu or not any(one.requires_grad for one in inputs):
-        return kernel(*inputs, block_mask=mask, **options)
-    out = kernel(*(one.detach() for one in inputs), block_mask=mask, **options)
+        return flex(*inputs)
     dense = F.scaled_dot_product_attention(*inputs, dense_mask(pattern, *where), **options)
-    return out + (dense - dense.detach())  # which adds 0, and a gradient
+    return flex(*(one.detach() for one in inputs)) + (dense - dense.detach())  # 0, with a gradient
 
 
 def register(name: str, pattern: Pattern) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -209,6 +210,7 @@ REFUSED = [
     (POWER, {"precision": {"param_dtype": "fp16"}}, "with float16: .*expected bf16"),
     (POWER, {"nonfinite": "skip"}, "with nonfinite='skip': expected one of .'report', 'error'."),
     (APART, {"stage": 1}, r"with stage=1: expected one of \[0\], as ranks go on with different gradients"),
+    ((dict, noop_hook), {"stage": 1}, r"noop_hook with stage=1: expected one of \[0\], as ranks go on"),
     (APART, {"clip_grad_norm": 1.0}, "with clip_grad_norm=1.0: expected one of .None., as ranks go on"),
     (APART, {"nonfinite": "error"}, "with nonfinite='error': expected one of .'report'."),
     (APART, {"offload": {"optimizer": "cpu"}}, "with offload.optimizer='cpu': expected one of .'none'."),

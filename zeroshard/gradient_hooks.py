@@ -90,9 +90,11 @@ class GradientHook:
 
     def __init__(self, state: Any, hook: Hook, axis: Axis, needed: Callable[[], bool] | None = None) -> None:
         self.state, self._hook, self._axis, self._needed = state, hook, axis, needed
-        self.is_local = needed is not None or is_local_state(state)
-        """True if ranks may get different gradients."""
         self.name = f"gradient_hook={getattr(hook, '__name__', type(hook).__name__)}"
+        self.lets_go_apart = hasattr(state, "post_local_gradient_allreduce") or "=noop_hook" in self.name
+        """True for hooks of torch with which ranks go on with different parameters."""
+        self.is_local = needed is not None or self.lets_go_apart
+        """True if ranks may get different gradients."""
         self._buckets: dict[int, list[str]] = {}
         """The names of the parameters in each bucket, by the tag of its buffer."""
         self._called: set[int] = set()
@@ -203,11 +205,6 @@ class GradientHook:
                 random.set_state(pytree.tree_map_only(Tensor, lambda key: key.cpu().numpy(), value))
             else:
                 put(name, value)
-
-
-def is_local_state(state: Any) -> bool:
-    """True for the state of `post_localSGD_hook`, which leaves ranks with different gradients."""
-    return hasattr(state, "post_local_gradient_allreduce")
 
 
 def make_hook(

@@ -32,7 +32,6 @@ from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import DataPosition, EpochLoader, GivenLoader
-from zeroshard.gradient_hooks import is_local_state
 from zeroshard.internals.warn import warn_user
 from zeroshard.outer import Kept, folder_of, on_replicas
 from zeroshard.parameters.state import IN_BATCH, Moment
@@ -197,7 +196,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     manifest, values = _join(answers, reading, {} if keeps_frozen else sums_of(runtime, left_out))
     names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
     states, hook = with_averages(reading.states, parts.averages), runtime.state.hook
-    if hook is not None and is_local_state(hook.state):
+    if hook is not None and hook.lets_go_apart:
         _require_replicas(axis, slices(runtime, names, states))
     written = list(slices(runtime, names, states, written=True))
     if hook is not None and parts.optimizer is not None:
@@ -220,7 +219,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
 def _require_replicas(axis: Axis, held: Iterable[TensorSlice]) -> None:
     """Refuse to save one value for all ranks where ranks have different ones; collective."""
     facts = [f"'{part.name}' with checksum {_crc_of(part.data)}" for part in held]
-    why = "save_checkpoint: post_localSGD_hook has let ranks go apart: {}. Average p.data of each before, in "
+    why = "save_checkpoint: the gradient hook has let ranks go apart: {}. Average p.data of each before, in "
     why += "place, and leave out states that differ with optimizer=False"
     require_same(axis, facts, lambda found: RuntimeError(why.format(found)))
 
