@@ -241,10 +241,8 @@ def _read(
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    place, hook = (
-        parts.loader.state_dict() if isinstance(parts.loader, GivenLoader) else None,
-        runtime.state.hook,
-    )
+    hook, loader = runtime.state.hook, parts.loader
+    place = loader.state_dict() if isinstance(loader, GivenLoader) else None
     values = SavedValues(
         groups=[],
         scalars={},

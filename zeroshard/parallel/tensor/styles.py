@@ -119,9 +119,7 @@ class Divided:
     cuts: Mapping[str, Cut]
     """By the name of the parameter in the module; the others are whole on each rank."""
     parent: nn.Module
-    """The module that holds it, or the adapter around it."""
-    adapter: nn.Module | None = None
-    """The LoRA module around it."""
+    """The module that holds it."""
 
     @property
     def has_other_forward(self) -> bool:
