@@ -3,13 +3,13 @@
     python examples/train_loader.py                                     # one rank
     torchrun --nproc-per-node 2 examples/train_loader.py --checkpoint-dir DIR
 
-The loader is torchdata's StatefulDataLoader, which finds its place by its own state. Started again with the
-same folder, the run goes on with the batch that would have come.
+The loader is torchdata's StatefulDataLoader, which finds its place by its own state: the same on all ranks,
+as they take equally many batches. Started again with the same folder and number of ranks, the run goes on
+with the batch that would have come.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 
@@ -33,22 +33,28 @@ def main() -> None:
     loader = StatefulDataLoader(blocks, batch_size=4, sampler=sampler, collate_fn=collator(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = {"stage": args.stage, "clip_grad_norm": 1.0}
-    engine, _, batches, _ = zeroshard.initialize(model, optimizer, config, training_data=loader)
-    assert batches is not None  # there is training data
+    engine = zeroshard.initialize(model, optimizer, config).engine
+    epoch = 0
     if args.checkpoint_dir and (args.checkpoint_dir / "latest").is_file():
-        engine.load_checkpoint(args.checkpoint_dir)
-    for batch in itertools.chain.from_iterable(itertools.repeat(batches)):  # each iteration is an epoch
-        if engine.global_step >= args.steps:
-            break
-        step = engine.global_step
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        if step % 10 == 0:
-            if RANK == 0:
-                print(f"step {step}: loss {loss.item():.3f}", flush=True)
-            if args.checkpoint_dir:
-                engine.save_checkpoint(args.checkpoint_dir)
+        place = engine.load_checkpoint(args.checkpoint_dir)
+        epoch = place["epoch"]
+        loader.load_state_dict(place["loader"])
+    while engine.global_step < args.steps:
+        sampler.set_epoch(epoch)
+        for batch in loader:  # the first time, what is left of the epoch
+            step = engine.global_step
+            loss = engine(**{name: values.to(engine.device) for name, values in batch.items()}).loss
+            engine.backward(loss)
+            engine.step()
+            if step % 10 == 0:
+                if RANK == 0:
+                    print(f"step {step}: loss {loss.item():.3f}", flush=True)
+                if args.checkpoint_dir:
+                    place = {"epoch": epoch, "loader": loader.state_dict()}
+                    engine.save_checkpoint(args.checkpoint_dir, client_state=place)
+            if engine.global_step >= args.steps:
+                break
+        epoch += 1
 
 
 if __name__ == "__main__":
