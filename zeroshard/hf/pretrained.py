@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -144,6 +147,24 @@ def _resolve_dtype(asked: Any, model_config: Any, tensors: dict[str, FileTensor]
 # --------------------------------------------------------------------------------- models without memory
 
 
+_UNUSED = ("accelerate", "scipy", "sklearn", "torchao")
+"""Packages that transformers imports along with any model, in a second; a model without memory needs none."""
+
+
+@contextmanager
+def _without_unused() -> Iterator[None]:
+    """Let transformers find none of these packages, if it is imported here for the first time."""
+    modules: Any = sys.modules
+    hidden = [] if "transformers" in modules else [name for name in _UNUSED if name not in modules]
+    modules.update(dict.fromkeys(hidden))  # None: an import and a search find nothing
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
+
+
+@_without_unused()
 def build_skeleton(path: Path) -> nn.Module:
     """Return the float32 model of a transformers config on the meta device; no code of the folder is run.
 
