@@ -68,7 +68,7 @@ class FileTensor:
             RuntimeError: the file ends too early.
         """
         size, num_read = self.file_dtype.itemsize, 0
-        raw = host_memory(sum(span.size for span in spans) * size)
+        raw = host_memory(sum(span.size for span in spans) * size, pinned=False)
         memory = raw.numpy().data
         with self.file.open("rb") as file:
             for span in spans:

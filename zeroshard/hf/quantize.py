@@ -35,7 +35,9 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
     """
     if not (config.load_in_4bit or config.load_in_8bit) or config.llm_int8_has_fp16_weight:
         raise ValueError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {config}")
-    if any(getattr(module, "peft_config", None) for module in model.modules()):
+    from zeroshard.hf.adapters import has_adapters  # it is loaded for no other estimate
+
+    if any(map(has_adapters, model.modules())):
         raise ValueError(
             f"quantize: {type(model).__name__} has adapters of peft, which would become codes and frozen: "
             "expected a model without. Quantize it before peft adds adapters"

@@ -217,7 +217,7 @@ def _replay(target: DeferredStorage) -> torch.UntypedStorage:
         if deferred not in storages:
             source = deferred.source
             # Not of malloc, which would keep it: small objects settle in the hole.
-            values = host_memory(deferred.num_bytes) if source is None else source.read(Span(0, source.numel))
+            values = source.read(Span(0, source.numel)) if source else host_memory(deferred.num_bytes, False)
             storages[deferred] = values.untyped_storage()
         return storages[deferred]
 

@@ -161,7 +161,7 @@ class OperationRecorder(TorchDispatchMode):
         def real(tensor: Tensor) -> Tensor:
             if tensor is not blank:
                 return values_of(tensor)
-            values = host_memory(tensor.untyped_storage().nbytes()).untyped_storage()
+            values = host_memory(tensor.untyped_storage().nbytes(), pinned=False).untyped_storage()
             return torch.empty(0, dtype=tensor.dtype).set_(values, 0, tensor.shape, tensor.stride())
 
         real_args, real_kwargs = pytree.tree_map_only(Tensor, real, (args, kwargs))

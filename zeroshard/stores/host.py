@@ -46,7 +46,7 @@ class Mapping(mmap.mmap):
             self.when_gone(self.address)
 
 
-def host_memory(num_bytes: int, pinned: bool = False) -> Tensor:
+def host_memory(num_bytes: int, pinned: bool) -> Tensor:
     """Return memory of zeros on the host: [num_bytes] of uint8, its first byte at the start of a page.
 
     The memory goes back to the system with the last tensor that refers to it. A copy between device and
