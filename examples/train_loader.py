@@ -41,7 +41,8 @@ def main() -> None:
             step = engine.global_step
             if step >= args.steps:
                 return
-            loss = engine(**{name: values.to(engine.device) for name, values in batch.items()}).loss
+            inputs = {n: v.to(engine.device) if torch.is_tensor(v) else v for n, v in batch.items()}
+            loss = engine(**inputs).loss
             engine.backward(loss)
             engine.step()
             if step % 10 == 0 and engine.global_rank == 0:
