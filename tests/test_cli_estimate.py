@@ -6,12 +6,14 @@ import json
 import math
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 import zeroshard
 from tests.commands import failure, rows, write_llama
 from tests.commands import shown as shown_by
+from zeroshard.hf.pretrained import _without_unused
 from zeroshard.tables import format_bytes
 
 
@@ -158,3 +160,15 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     code, said = failure(capsys, "estimate", tmp_path, "--lora", 16)
     assert code == 2
     assert "peft" in said
+
+
+def test_transformers_finds_no_package_that_models_without_memory_do_not_need(monkeypatch):
+    names = [name for name in ("accelerate", "scipy", "transformers") if find_spec(name)]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with _without_unused():
+        assert [name for name in names if find_spec(name)] == ["transformers"]
+    assert all(map(find_spec, names))
+    monkeypatch.setitem(sys.modules, "transformers", re)  # it is imported, and knows what is there
+    with _without_unused():
+        assert all(map(find_spec, names))

@@ -67,10 +67,11 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         axis, "start of a checkpoint", lambda: files.open_place(snapshot.folder, snapshot.tag)
     )
     try:
-        if not all(on_all(axis, "start of a checkpoint", place.temporary.is_dir)):
+        sees = on_all(axis, "start of a checkpoint", place.temporary.is_dir)
+        if not all(sees):
             raise RuntimeError(
-                f"'{place.temporary}': made by rank 0 and not seen by another rank: expected a file system "
-                "that all ranks share"
+                f"'{place.temporary}': made by rank 0 and not seen by rank {sees.index(False)}: expected a "
+                "file system that all ranks share"
             )
         written = on_all(
             axis,
