@@ -60,16 +60,14 @@ def parse() -> argparse.Namespace:
 def bitsandbytes_8bit(parameter: nn.Parameter) -> Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
-    optimizer: Optimizer = AdamW8bit([parameter], **HYPERPARAMETERS)
-    return optimizer
+    return AdamW8bit([parameter], **HYPERPARAMETERS)
 
 
 def torchao_8bit(parameter: nn.Parameter) -> Optimizer:
     """The optimizer of torchao. It compiles its step, and needs a compiler at run time."""
     from torchao.optim import AdamW8bit
 
-    optimizer: Optimizer = AdamW8bit([parameter], **HYPERPARAMETERS)
-    return optimizer
+    return AdamW8bit([parameter], **HYPERPARAMETERS)
 
 
 def zeroshard_8bit(parameter: nn.Parameter) -> Optimizer:

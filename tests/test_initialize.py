@@ -164,8 +164,14 @@ def test_what_is_no_model_no_optimizer_and_no_data_is_refused():
     expected = "expected a torch.optim.Optimizer or a callable that makes one, got "
     for optimizer in (lambda parameters: None, lambda parameters: "AdamW"):
         assert refusal(Tiny(), optimizer).startswith(expected)
-    expected = "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
-    for data in ([], TensorDataset(torch.ones(0, 3)), Endless(), 3):
+    expected = "training_data: expected a Dataset with a length above 0, got "
+    for data in (
+        [],
+        TensorDataset(torch.ones(0, 3)),
+        Endless(),
+        3,
+        DataLoader(TensorDataset(torch.ones(2, 3))),
+    ):
         assert refusal(Tiny(), training_data=data).startswith(expected)
 
 

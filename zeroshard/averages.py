@@ -160,15 +160,12 @@ class Averages:
             buffer.store.load(main := torch.empty_like(averages), span.start)
         # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
         # another way than the others. Slices and ranges begin at blocks, so their last elements are the same.
-        parts = [
-            buffer.sharded_span(index).intersect(span).shifted(-span.start)
-            for index in range(len(buffer.sharded))
-        ]
+        spans = map(buffer.sharded_span, range(len(buffer.sharded)))
+        parts = [own.intersect(span).shifted(-span.start) for own in spans]
         if taken := [part.slice for part in parts if part.size]:
             present = main.to(averages.dtype)
-            torch._foreach_lerp_(
-                [averages[part] for part in taken], [present[part] for part in taken], weight
-            )
+            old, new = ([values[part] for part in taken] for values in (averages, present))
+            torch._foreach_lerp_(old, new, weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -238,9 +238,8 @@ def _agree(
     found = on_all(axes.world, f"agreement on {call}", look)
     answers = {rank: answer for rank, answer in enumerate(found) if answer is not None}
     first = min(part for part, _ in answers.values())
-    return _NamedParameter(
-        call, name, axes, place, first, {rank: fact for rank, (_, fact) in answers.items()}
-    )
+    facts = {rank: fact for rank, (_, fact) in answers.items()}
+    return _NamedParameter(call, name, axes, place, first, facts)
 
 
 def _places(runtime: Runtime) -> dict[str, Whole]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -26,6 +26,7 @@ import torch
 
 MAX_STEPS = 1 << 53
 """Float64 can't count further."""
+_hints = cache(partial(get_type_hints, include_extras=True))
 Count = Annotated[int, range(MAX_STEPS).__contains__]
 Size = Annotated[int, range(1 << 63).__contains__]
 
@@ -92,8 +93,3 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         except (TypeError, ValueError) as error:  # fields are missing, or do not fit each other
             raise ValueError(f"the entry '{name:.100}': {error}") from None
     raise ValueError(f"the entry '{name:.100}' is unknown, or has a wrong type or value")
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,8 +21,8 @@ from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
-from zeroshard.config.sections import Config, Loader
-from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, refuse_generators, warn_of_same_samples
+from zeroshard.config.sections import Config
+from zeroshard.data.loader import EpochLoader
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.gradient_hooks import Hook, install_hook, make_hook
@@ -50,7 +50,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: Optimizer | None
-    dataloader: EpochLoader | GivenLoader | None
+    dataloader: EpochLoader | None
     lr_scheduler: Any
 
 
@@ -59,7 +59,7 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     optimizer: Optimizer | OptimizerFactory | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    training_data: Dataset[Any] | Iterable[Any] | None = None,
+    training_data: Dataset[Any] | Sequence[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
     lr_scheduler: Any = None,
     loss_fn: LossFunction | None = None,
@@ -83,9 +83,8 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
             ranks that are there, and the fastest config for a step of 8 samples a rank is taken, see
             docs/planning.md.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
-            `config.micro_batch_size` and the options of `config.loader`. Or a loader of yours over this
-            rank's batches with a state, such as torchdata's StatefulDataLoader, which checkpoints then hold;
-            docs/integrations.md says more.
+            `config.micro_batch_size` and the options of `config.loader`. Iterate over a loader of yours in
+            your loop; docs/integrations.md shows how checkpoints hold its place.
         collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
             advances it.
@@ -104,11 +103,11 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    source = SampleSource(training_data, collate_fn)
     if config == "auto":
-        others = (outer_step, gradient_hook)
-        config = _planned(model, optimizer, SampleSource(training_data, collate_fn), loss_fn, tp_plan, others)
+        config = _planned(model, optimizer, source, loss_fn, tp_plan, (outer_step, gradient_hook))
     config = Config.parse(config)
-    dataset = _find_dataset(training_data, collate_fn, config)
+    _check_dataset(training_data)
     refuse_recording("initialize")
     if outer_step is not None:
         outer_step.check(config, optimizer)
@@ -116,7 +115,7 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
     world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
     if world is not None and config.mesh.pp > 1:
-        part, described = _part_of_model(model, optimizer, config, world, SampleSource(dataset, collate_fn))
+        part, described = _part_of_model(model, optimizer, config, world, source)
         model, config = part.chunked.model, part.narrowed
         if part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
@@ -134,10 +133,11 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     world = world or start_world(device, config.watchdog_s)
     hook = make_hook(gradient_hook, optimizer, whole, model, world, is_local=outer_step is not None)
     if part is None:
-        check_agreement(world, model, config, specs, optimizer, overrides, dataset, [outer_step, hook])
+        others = [outer_step, hook]
+        check_agreement(world, model, config, specs, optimizer, overrides, training_data, others)
     axes = open_data_parallel(config, world, is_local=outer_step is not None)
     if part is not None:
-        check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
+        check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
     close_at_exit(axes, *axes.members)
     check_room(specs, config, axes, optimizer, device)
     by_parts = optimizer is not None and is_known(optimizer)
@@ -180,11 +180,9 @@ def _planned(
     callable that makes the optimizer.
     """
     data = source.training_data
-    _find_dataset(data, source.collate_fn, Config())
+    _check_dataset(data)
     if any(others) or hasattr(optimizer, "hook_over"):
         raise ValueError("config='auto': expected no outer_step, gradient_hook or OneBitAdam: give a config")
-    if is_loader(data):
-        raise ValueError("config='auto': expected a Dataset as training_data, got a loader with a batch size")
     world = start_world(use_device(None), Config().watchdog_s)
     has_parts = loss_fn is not None and callable(optimizer) and not isinstance(optimizer, Optimizer)
     kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
@@ -259,45 +257,21 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
     return found[0]
 
 
-def _find_dataset(training_data: Any, collate_fn: Any, config: Config) -> Any:
-    """Return the Dataset that was given, None for a loader; refuse other data before anything is started."""
-    if training_data is None:
-        return None
-    if not is_loader(training_data):
-        is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
-        if not is_sized or not len(training_data):
-            raise ValueError(
-                "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
-                f"such as torchdata's StatefulDataLoader, got {training_data!r}. Give the dataset of a "
-                "DataLoader of torch, or iterate over it in your loop"
-            )
-        return training_data
-    name = f"training_data: got a {type(training_data).__name__}"
-    if config.mesh.pp > 1:
+def _check_dataset(data: Any) -> None:
+    """Refuse data of which no DataLoader can be made, before anything is started."""
+    if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data)):
         raise ValueError(
-            f"{name} with mesh.pp={config.mesh.pp}: expected a Dataset, of which `initialize` makes whole "
-            "batches for all ranks of a pipeline; or no training_data, and batches of yours for train_batch()"
+            f"training_data: expected a Dataset with a length above 0, got {data!r}. Iterate over a loader "
+            "of yours in your loop; client_state of save_checkpoint() takes its state"
         )
-    sizes = 1, getattr(training_data, "batch_size", None)
-    if collate_fn is not None or config.loader != Loader() or config.micro_batch_size not in sizes:
-        raise ValueError(
-            f"{name} with collate_fn, micro_batch_size or a section loader, which only the DataLoader of a "
-            "Dataset follows: expected them in the arguments of your DataLoader"
-        )
-    refuse_generators(training_data)
-    return None
 
 
 def _build_loader(
     training_data: Any, collate_fn: Callable[..., Any] | None, config: Config, axes: Axes
-) -> EpochLoader | GivenLoader | None:
+) -> EpochLoader | None:
     """Make the DataLoader over the data, if there are any."""
     if training_data is None:
         return None
-    if is_loader(training_data):
-        if axes.readers.rank == 0:
-            warn_of_same_samples(training_data, axes.readers.size)
-        return GivenLoader(training_data, axes.world.device)
     size, rank, num_ranks = config.micro_batch_size, axes.readers.rank, axes.readers.size
     if config.mesh.pp > 1:  # a pipeline takes whole batches
         size *= config.pipeline.num_microbatches

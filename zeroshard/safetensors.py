@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.lazy.deferred import allocate
 from zeroshard.plan.layout import Span
+from zeroshard.stores.host import host_memory
 
 _DTYPES = {
     "F64": torch.float64,
@@ -68,7 +68,7 @@ class FileTensor:
             RuntimeError: the file ends too early.
         """
         size, num_read = self.file_dtype.itemsize, 0
-        raw = allocate(sum(span.size for span in spans) * size)
+        raw = host_memory(sum(span.size for span in spans) * size, pinned=False)
         memory = raw.numpy().data
         with self.file.open("rb") as file:
             for span in spans:

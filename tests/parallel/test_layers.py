@@ -2,6 +2,7 @@
 
 import re
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,6 +174,15 @@ def test_an_embedding_that_changes_its_rows_is_refused():
     model = nn.ModuleDict({"tokens": nn.Embedding(12, 8, max_norm=1.0)})
     with pytest.raises(ValueError, match="'tokens' has max_norm, scale_grad_by_freq or sparse"):
         match(model, {"tokens": "rowwise"}, 2)
+
+
+def test_adapters_are_refused_where_there_are_several_tensor_ranks():
+    model = peft.get_peft_model(Model(), peft.LoraConfig(target_modules=["inner"]))
+    specs = find_units(model, None)
+    for plan in (None, {"*.inner.base_layer": "colwise"}):
+        with pytest.raises(ValueError, match=r"mesh\.tp=2: PeftModel has adapters of peft, .* Stage 3"):
+            plan_division(model, specs, plan, 2)
+        assert len(plan_division(model, specs, plan, 1).specs) == len(specs)
 
 
 def test_ignored_parameters_of_divided_layers_are_refused():

@@ -31,7 +31,7 @@ from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks
 from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.config.sections import Config
-from zeroshard.data.loader import DataPosition, EpochLoader, GivenLoader
+from zeroshard.data.loader import DataPosition, EpochLoader
 from zeroshard.internals.warn import warn_user
 from zeroshard.outer import Kept, folder_of, on_replicas
 from zeroshard.parameters.state import IN_BATCH, Moment
@@ -77,8 +77,8 @@ class EngineState:
     config: Config
     optimizer: Optimizer | None
     lr_scheduler: Any
-    loader: EpochLoader | GivenLoader | None
-    """The DataLoader that `initialize` made, or the one around the user's."""
+    loader: EpochLoader | None
+    """The DataLoader that `initialize` made."""
     described: dict[str, Any] | None = None
     """The description of the whole model, where this rank has only a part of it."""
     averages: dict[str, Kept] = field(default_factory=dict)
@@ -90,7 +90,6 @@ class _Answer(NamedTuple):
 
     place: str
     rng: list[dict[str, Any]]
-    places_in_data: list[Any]
     hooks: list[Any]
     part: tuple[Manifest, SavedValues] | None
     """From the first rank of each part, if pipeline ranks have parts of the model."""
@@ -182,7 +181,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         part = replace(reading.manifest, model={}, config={}), replace(reading.values, client_state={})
         place = f"'{reading.folder}' with tag '{tag}'"
         values, own = reading.values, part if tells_part else None
-        return _Answer(place, values.rng, values.places_in_data, values.hooks, own)
+        return _Answer(place, values.rng, values.hooks, own)
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     require_equal(
@@ -240,10 +239,7 @@ def _read(
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    place, hook = (
-        parts.loader.state_dict() if isinstance(parts.loader, GivenLoader) else None,
-        runtime.state.hook,
-    )
+    hook = runtime.state.hook
     values = SavedValues(
         groups=[],
         scalars={},
@@ -251,14 +247,12 @@ def _read(
         lr_scheduler=None if parts.lr_scheduler is None else parts.lr_scheduler.state_dict(),
         extra=model.extra,
         rng=[rng.capture(runtime.context.device)] if axes.tp.rank == 0 else [],
-        places_in_data=[] if place is None or axes.tp.rank else [place],
         hooks=[] if parts.optimizer is None or hook is None else [hook.to_files()[0]],
         client_state=dict(client_state or {}),
     )
     states = {} if parts.optimizer is None else read_optimizer(parts.optimizer, values)
     own = ("groups", "scalars", "other", "lr_scheduler", "extra")
     check_plain({key: getattr(values, key) for key in own}, "checkpoint")
-    check_plain(place, "state of training_data")
     check_plain(values.hooks, "state of gradient_hook")
     check_plain(values.client_state, "client_state")
     manifest = _describe(engine, parts, model, left_out)
@@ -280,7 +274,7 @@ def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: l
         loss_scale=SavedScale(**engine._guard.loss_scale.state()) if is_half else None,
         rounding=None if rounding is None else replace(rounding),  # which training changes
         seed=torch.initial_seed(),
-        data=DataPosition(**loader.state_dict()) if isinstance(loader := parts.loader, EpochLoader) else None,
+        data=None if parts.loader is None else DataPosition(**parts.loader.state_dict()),
         optimizer=None if optimizer is None else type(optimizer).__name__,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
         parameters={
@@ -341,7 +335,6 @@ def _join(answers: Sequence[_Answer], own: _Reading, sums: Mapping[str, int]) ->
         other=dict(ChainMap(*(each.other for each in values))),
         lr_scheduler=join_schedules(schedules, lambda lists: [*chain(*lists)]) if schedules else None,
         rng=[states for answer in answers for states in answer.rng],
-        places_in_data=[place for answer in answers for place in answer.places_in_data],
         hooks=[record for answer in answers for record in answer.hooks],
         extra=dict(ChainMap(*(each.extra for each in values))),
         client_state=own.values.client_state,

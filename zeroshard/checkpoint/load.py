@@ -42,7 +42,6 @@ from zeroshard.checkpoint.tensors import (
 from zeroshard.checkpoint.values import SavedValues, read_values
 from zeroshard.codec import dtype_name, naming_damage, typed
 from zeroshard.comm.collectives import on_all
-from zeroshard.data.loader import GivenLoader, parse_place
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.rules import rule_named
@@ -359,17 +358,11 @@ class _Loading:
 
     def _restore_place(self) -> None:
         """Let the DataLoader go on at its place."""
-        loader = self._parts.loader
-        places, data = self.values.places_in_data, self.stored.manifest.data
-        if isinstance(loader, GivenLoader):
-            loader.load_states(places, self.readers.rank, self.readers.size)
-        elif loader is not None and data is not None:
+        loader, data = self._parts.loader, self.stored.manifest.data
+        if loader is not None and data is not None:
             loader.load_state_dict(asdict(data))
-        elif loader is not None and places:
-            warn_user(
-                "training_data: expected a DataLoader, as when the checkpoint was saved, got a Dataset; the "
-                "data begin where they are"
-            )
+        elif self.values.places_in_data:
+            warn_user("the checkpoint has places of loaders of the user: the data begin where they are")
 
     def restore_rng(self) -> None:
         """Let the random numbers of this rank go on, or begin where the checkpoint has none for it."""
@@ -402,8 +395,6 @@ def _read_values(stored: Stored, device: torch.device) -> SavedValues:
         values: SavedValues = typed(SavedValues, found, "values")
         for states in values.rng:
             rng.check(states, device)
-        for place in values.places_in_data:
-            parse_place(place)
         return values
 
 

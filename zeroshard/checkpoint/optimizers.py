@@ -43,9 +43,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores.store import TierMemory
 
-HOW = frozenset(
-    ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "min_8bit_size")
-)
+HOW = {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "min_8bit_size"}
 HOW |= {"decoupled_weight_decay"}  # by which torch's AdamW differs from Adam
 """Keys of a parameter group that say how a step is computed, not with which numbers."""
 

@@ -67,7 +67,12 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         axis, "start of a checkpoint", lambda: files.open_place(snapshot.folder, snapshot.tag)
     )
     try:
-        on_all(axis, "start of a checkpoint", lambda: _check_shared(place))
+        sees = on_all(axis, "start of a checkpoint", place.temporary.is_dir)
+        if not all(sees):
+            raise RuntimeError(
+                f"'{place.temporary}': made by rank 0 and not seen by rank {sees.index(False)}: expected a "
+                "file system that all ranks share"
+            )
         written = on_all(
             axis,
             "writing of a checkpoint",
@@ -78,14 +83,6 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         if axis.rank == 0:
             files.discard(place)
         raise
-
-
-def _check_shared(place: CheckpointPlace) -> None:
-    if not place.temporary.is_dir():
-        raise RuntimeError(
-            f"'{place.temporary}': made by rank 0 and not seen by another rank: expected a file system that "
-            "all ranks share"
-        )
 
 
 def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Written]) -> None:

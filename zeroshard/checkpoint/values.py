@@ -61,7 +61,7 @@ class SavedValues:
     rng: list[dict[str, Any]]
     """The generators of each data-parallel rank: of the first of its tensor ranks."""
     places_in_data: list[Any] = field(default_factory=list)
-    """The places in the user's DataLoader, of the same ranks. Older checkpoints have none."""
+    """The places in loaders of the user that older checkpoints have."""
     hooks: list[Any] = field(default_factory=list)
     """The record of each rank's gradient hook, see `GradientHook.to_files`. Older checkpoints have none."""
     extra: dict[str, Any]

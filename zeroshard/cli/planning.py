@@ -30,8 +30,6 @@ from zeroshard.config.sections import Config, Mesh
 from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
-from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.search import draw
 from zeroshard.planning.timeline import TIERS
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
@@ -154,6 +152,8 @@ def estimate(options: EstimateOptions) -> None:
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
+                from zeroshard.planning.search import draw  # others need nothing of the planner
+
                 table += f"\n\n{name}: {_LEGEND}\n{draw(found.time_line)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
@@ -164,6 +164,8 @@ def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
     """Return the rates of the link to the host and back, in bytes per operation; None without one."""
     if cluster is None:
         return None
+    from zeroshard.planning.machine import read_cluster
+
     machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
     rate = machine.flops.get(str(dtype).removeprefix("torch."))
     if not (rate and machine.to_host and machine.from_host):

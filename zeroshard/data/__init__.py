@@ -1,1 +1,1 @@
-"""Batches: the loaders, and micro-batches."""
+"""Batches: the loader, and micro-batches."""

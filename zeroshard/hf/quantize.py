@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.hf.adapters import has_adapters
 from zeroshard.lazy.deferred import Codes, defer, has_memory
 
 
@@ -36,6 +35,8 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
     """
     if not (config.load_in_4bit or config.load_in_8bit) or config.llm_int8_has_fp16_weight:
         raise ValueError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {config}")
+    from zeroshard.hf.adapters import has_adapters  # it is loaded for no other estimate
+
     if any(map(has_adapters, model.modules())):
         raise ValueError(
             f"quantize: {type(model).__name__} has adapters of peft, which would become codes and frozen: "
@@ -53,14 +54,9 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
         new.train(layer.training)
         for name in names:
             model.set_submodule(name, new)
-    name_bits(model, config)
-    return model
-
-
-def name_bits(model: nn.Module, config: Any) -> None:
-    """Set the attributes of a model by which peft chooses its layers."""
-    for bits in (4, 8):
+    for bits in (4, 8):  # by which peft chooses its layers
         object.__setattr__(model, f"is_loaded_in_{bits}bit", bool(getattr(config, f"load_in_{bits}bit")))
+    return model
 
 
 def _chosen(model: Any, skipped: list[str] | None) -> Iterator[tuple[nn.Linear, list[str]]]:

@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from zeroshard.internals import pytree
 from zeroshard.plan.layout import Span
+from zeroshard.stores.host import host_memory
 
 
 class ValueSource(Protocol):
@@ -216,7 +216,8 @@ def _replay(target: DeferredStorage) -> torch.UntypedStorage:
     def storage(deferred: DeferredStorage) -> torch.UntypedStorage:
         if deferred not in storages:
             source = deferred.source
-            values = allocate(deferred.num_bytes) if source is None else source.read(Span(0, source.numel))
+            # Not of malloc, which would keep it: small objects settle in the hole.
+            values = source.read(Span(0, source.numel)) if source else host_memory(deferred.num_bytes, False)
             storages[deferred] = values.untyped_storage()
         return storages[deferred]
 
@@ -231,16 +232,6 @@ def _replay(target: DeferredStorage) -> torch.UntypedStorage:
             if last_uses[deferred] == number:
                 del storages[deferred]  # a stack of experts needs its parts no longer
     return storage(target)
-
-
-def allocate(num_bytes: int) -> Tensor:
-    """Return [num_bytes] of memory that goes back to the system when the tensor is freed.
-
-    malloc would keep it: small objects settle in the hole, and the next large tensor does not fit in.
-    """
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:

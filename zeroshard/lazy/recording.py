@@ -33,7 +33,6 @@ from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import (
     Op,
     View,
-    allocate,
     defer,
     deferred_of,
     has_memory,
@@ -42,6 +41,7 @@ from zeroshard.lazy.deferred import (
     values_in,
     values_of,
 )
+from zeroshard.stores.host import host_memory
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _DEFERRED = (None, _CPU)
@@ -161,7 +161,7 @@ class OperationRecorder(TorchDispatchMode):
         def real(tensor: Tensor) -> Tensor:
             if tensor is not blank:
                 return values_of(tensor)
-            values = allocate(tensor.untyped_storage().nbytes()).untyped_storage()
+            values = host_memory(tensor.untyped_storage().nbytes(), pinned=False).untyped_storage()
             return torch.empty(0, dtype=tensor.dtype).set_(values, 0, tensor.shape, tensor.stride())
 
         real_args, real_kwargs = pytree.tree_map_only(Tensor, real, (args, kwargs))

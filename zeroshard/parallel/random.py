@@ -163,8 +163,7 @@ def share_random_states(
 ) -> None:
     """Have the ranks drop the same elements where values are whole, and others where they are parts.
 
-    Regions begin after some layers, and end with others. An adapter drops elements of the input of its layer,
-    which is whole before columns and a part before rows.
+    Regions begin after some layers, and end with others.
 
     Args:
         model: the model.
@@ -182,8 +181,6 @@ def share_random_states(
         # Not by hooks: recomputation runs a forward again without its hooks.
         changes.around(block, "random", functools.partial(_in_scope, block, states, regions))
     inside = {module for block in blocks for module in block.modules()}
-    adapters = {layer.module: layer.adapter for layer in layers if layer.adapter is not None}
-    inside |= {module for adapter in adapters.values() for module in adapter.modules()} - adapters.keys()
     others = [layer for layer in layers if layer.module not in inside]
     first = [layer for layer in others if layer.style.way in (Split.COLUMNS, Split.SHARED_COLUMNS)]
     rows = [layer for layer in others if layer.style.way is Split.ROWS]
@@ -200,12 +197,9 @@ def share_random_states(
     for scope in dict.fromkeys(layer.parent for layer in first):
         changes.around(scope, "random", functools.partial(_in_scope, scope, states, None))
     for layer in first:
-        module = layer.adapter or layer.module
-        changes.hook(module.register_forward_hook(functools.partial(enter, layer.parent)))
-        if layer.adapter is not None:
-            changes.hook(module.register_forward_pre_hook(exit_region))
+        changes.hook(layer.module.register_forward_hook(functools.partial(enter, layer.parent)))
     for layer in last:
-        changes.hook((layer.adapter or layer.module).register_forward_hook(exit_region))
+        changes.hook(layer.module.register_forward_hook(exit_region))
 
 
 def _in_scope(

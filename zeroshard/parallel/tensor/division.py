@@ -14,7 +14,7 @@ from torch import nn
 
 from zeroshard.parallel.pipeline.chunked import HOOKS, Absent
 from zeroshard.parallel.tensor.losses import with_loss
-from zeroshard.parallel.tensor.sequence import around, check_coverage, through_adapters, with_sequence
+from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
 from zeroshard.parallel.tensor.styles import (
     BY_ROWS,
     OF_SEQUENCE,
@@ -39,10 +39,6 @@ _BESIDE = {
 heads or hidden elements."""
 
 
-_PREFIX = "base_model.model."
-"""The names of a model begin with it once peft has wrapped the model."""
-
-
 def plan_of(model: nn.Module) -> Mapping[str, str]:
     """Return the plan of a model, {} if there is none.
 
@@ -52,8 +48,6 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     plan |= _BESIDE.get(kind, {}) if plan else {}
     names = [name for name, _ in model.named_modules()]
-    if any(name.startswith(_PREFIX) for name in names):
-        plan = {_PREFIX + at: word for at, word in plan.items()}
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     plan = {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
     return plan | _with_tied_embeddings(model, plan)
@@ -72,7 +66,7 @@ def _with_tied_embeddings(model: nn.Module, plan: Mapping[str, str]) -> dict[str
 
 
 _WHOLE = LayerPlan(Split.REPLICATE)
-_TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)
+_TORCH = ("torch.nn.modules.linear", "torch.nn.modules.sparse")
 """The Python modules whose forwards compute parts of outputs with parts of weights."""
 
 
@@ -100,14 +94,14 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     for name, module in model.named_modules():
         style = style_of(name)
         if style.way is not Split.REPLICATE and not isinstance(module, Absent):
-            adapter, parent = around(model, name)
+            parent = model.get_submodule(name.rpartition(".")[0])
             style = with_heads(style, name, module, parent, num_ranks)
             if style.way is Split.EXPERTS:
                 words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
                 cuts = cuts_of_experts(name, module, words, num_ranks)
             else:
                 cuts = {} if style.way in WITHOUT_CUTS else dict(_cuts(name, module, style, num_ranks))
-            found.append(Divided(name, module, style, cuts, parent, adapter))
+            found.append(Divided(name, module, style, cuts, parent))
             _refuse_own_code(found[-1])
     for pattern in styles.keys() - fitting:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
@@ -116,33 +110,35 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
 
 def _refuse_own_code(layer: Divided) -> None:
     """Refuse forwards and hooks of the user: such a forward would not run, such a hook would see parts."""
-    module, way, name = layer.module, layer.style.way, layer.name.removesuffix(".base_layer")
+    module, way, name = layer.module, layer.style.way, layer.name
     is_table = isinstance(module, nn.Embedding)
     is_product = way in BY_ROWS and not is_table  # F.linear in place of a forward
-    known = _TORCH if is_product or way is Split.SHARED_COLUMNS else (*_TORCH, "transformers.")
+    known: tuple[str, ...] = (*_TORCH, "transformers.")
+    if is_product or way is Split.SHARED_COLUMNS:
+        known = _TORCH
+    elif way is Split.EXPERTS:
+        known = ("",)
     sees_wholes = way is Split.SEQUENCE_SPLIT or (way is Split.ROWS and is_table)
-    owners = [(module, ("",) if way is Split.EXPERTS else known)]
-    for one, origins in [*owners, *([] if layer.adapter is None else [(layer.adapter, _LORA)])]:
-        # A patch by functools.wraps has the __module__ of what it wraps, but the globals of its own.
-        origin = type(one).forward.__globals__["__name__"]
-        is_other = "forward" in vars(one) or not origin.startswith(origins)
-        if is_other and layer.has_other_forward:
-            what = "a forward of its own"
-        elif not sees_wholes and any(getattr(one, kind) for kind in HOOKS):
-            what = "hooks"
-        else:
-            continue
-        remedy = (
-            "Set mesh.sequence=False"
-            if way in OF_SEQUENCE
-            else f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers that share its "
-            "values, such as all of an attention, all of an MLP, or both of two tied weights"
-        )
-        raise ValueError(
-            f"tp_plan: '{name}' is a {type(one).__name__} with {what}, which would get a part of the weight "
-            "or of the values on each tensor rank; expected a Linear, an Embedding or a layer of "
-            f"transformers as it is. {remedy}"
-        )
+    # A patch by functools.wraps has the __module__ of what it wraps, but the globals of its own.
+    origin = type(module).forward.__globals__["__name__"]
+    is_other = "forward" in vars(module) or not origin.startswith(known)
+    if is_other and layer.has_other_forward:
+        what = "a forward of its own"
+    elif not sees_wholes and any(getattr(module, kind) for kind in HOOKS):
+        what = "hooks"
+    else:
+        return
+    remedy = (
+        "Set mesh.sequence=False"
+        if way in OF_SEQUENCE
+        else f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers that share its "
+        "values, such as all of an attention, all of an MLP, or both of two tied weights"
+    )
+    raise ValueError(
+        f"tp_plan: '{name}' is a {type(module).__name__} with {what}, which would get a part of the weight "
+        "or of the values on each tensor rank; expected a Linear, an Embedding or a layer of transformers "
+        f"as it is. {remedy}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +163,23 @@ def plan_division(
     Args:
         model: the model.
         specs: its units.
-        plan: see `match`, as if its layers had no adapters; None for a plan that is known.
+        plan: see `match`; None for a plan that is known.
         num_ranks: the ranks of a tensor group.
         by_sequence: True adds entries for the norms of a model of transformers.
 
     Raises:
-        ValueError: see `match`; there is no plan; a weight is quantized; or a parameter that two layers share
-            would be cut in two ways.
+        ValueError: see `match`; there is no plan; a weight is quantized, or has an adapter; or a parameter
+            that two layers share would be cut in two ways.
     """
     _check_words(plan)
     if num_ranks == 1:
         return Division([], list(specs))
     _refuse_codes(specs)
+    if any(getattr(module, "peft_config", None) for module in model.modules()):
+        raise ValueError(
+            f"mesh.tp={num_ranks}: {type(model).__name__} has adapters of peft, which tensor ranks do not "
+            "divide: expected mesh.tp=1. Stage 3 shards frozen weights, too"
+        )
     is_known = plan is None
     plan = plan_of(model) if plan is None else plan
     if not plan:
@@ -190,7 +191,6 @@ def plan_division(
     along_sequence = any(LayerPlan.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
     if by_sequence and not along_sequence:
         plan, along_sequence = with_sequence(model, plan), True
-    plan = through_adapters(model, plan, num_ranks, by_sequence=along_sequence)
     layers = match(model, plan, num_ranks)
     if is_known:
         layers = [with_loss(layer, model) for layer in layers]

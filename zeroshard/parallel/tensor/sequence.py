@@ -14,16 +14,6 @@ first result is whole, as from a router that each rank computes.
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
 section 4.2.2.
 
-Layers of a plan that peft has wrapped in LoRA: the layer inside and its two small matrices are divided.
-
-    y = W x + B (A x)
-
-    columns    W and B are cut by their outputs; A is whole, and so is A x
-    rows       W and A are cut by their inputs; the summands of A x are added up, and B is whole
-
-Only r numbers a token are exchanged more. Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large
-Language Models", section 4.1.
-
 The steps of activations between layers that are divided over the tensor ranks, with their backward.
 
 A tensor is, over these ranks, the same on each (whole), a part of a dimension on each (part), or a summand on
@@ -64,7 +54,7 @@ from zeroshard.comm.collectives import Axis, Pending
 from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Plan, Split, with_heads
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Split
 from zeroshard.sharding.context import Changes
 
 _Value = TypeVar("_Value")
@@ -460,73 +450,3 @@ def with_sequence(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         if is_outside and not any(fnmatchcase(other, pattern) for pattern in known):
             whole[other] = "replicate"
     return whole
-
-
-# ---------------------------------------------------------------------------------------------- adapters
-
-
-def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequence: bool) -> Plan:
-    """Return a plan for the layers inside of adapters, and for these.
-
-    Args:
-        model: the model, with or without adapters.
-        plan: styles by pattern, as if the layers had no adapters.
-        num_ranks: the ranks of a tensor group.
-        by_sequence: True if norms work on a part of the sequence.
-
-    Raises:
-        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks; or
-            norms work on a part of the sequence.
-    """
-    inside: dict[str, str | LayerPlan] = {}
-    for name, module in model.named_modules():
-        pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
-        base = getattr(module, "base_layer", None)
-        if pattern is None or not isinstance(base, nn.Module):
-            continue
-        style = LayerPlan.of(plan[pattern], pattern)
-        if style.way is Split.REPLICATE:
-            continue
-        if by_sequence:
-            raise ValueError(
-                f"tp_plan: '{name}' has an adapter; expected none where norms work on parts of the sequence: "
-                "set mesh.sequence=False, and leave 'sequence' out of the plan"
-            )
-        if hasattr(module, "parameter_name"):
-            raise ValueError(
-                f"tp_plan: '{name}' has an adapter of its parameter '{module.parameter_name}', as of "
-                "`target_parameters` of peft; expected adapters of layers (`target_modules`), without experts"
-            )
-        parent = model.get_submodule(name.rpartition(".")[0])
-        style = with_heads(style, name, base, parent, num_ranks)
-        _check_adapter(name, module, base, style)
-        inside |= {name: "replicate", f"{name}.base_layer": style}
-        cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
-        inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": "replicate"}
-        inside[f"{name}.*"] = "replicate"  # a pattern with * at its end fits the rest of the adapter
-    return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
-
-
-def _check_adapter(name: str, module: nn.Module, base: nn.Module, style: LayerPlan) -> None:
-    kinds = {attribute for attribute in ("lora_A", "lora_B") if getattr(module, attribute, None)}
-    has_more = any(getattr(module, at, None) for at in ("lora_magnitude_vector", "lora_variant"))
-    if kinds != {"lora_A", "lora_B"} or has_more:
-        raise ValueError(
-            f"tp_plan: '{name}' is a {type(base).__name__} with an adapter, a {type(module).__name__} of "
-            f"{type(module).__module__}; expected LoRA without variants over a Linear, or 'replicate' "
-            "for the layer"
-        )
-    if style.way in (Split.SHARED_COLUMNS, Split.SUMMED):
-        raise ValueError(
-            f"tp_plan: '{name}' has an adapter and is '{style.way.value}'; expected no adapter there, or as "
-            "many heads as ranks"
-        )
-
-
-def around(model: nn.Module, name: str) -> tuple[nn.Module | None, nn.Module]:
-    """Return the LoRA module around a layer, None if there is none, and the module that holds both."""
-    holder = name.rpartition(".")[0]
-    module = model.get_submodule(holder)
-    if name != f"{holder}.base_layer":
-        return None, module
-    return module, model.get_submodule(holder.rpartition(".")[0])
