@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import itertools
 import math
 import os
 import weakref
@@ -430,6 +429,11 @@ def test_averages_checkpoints_and_an_end_find_everything_stepped(tmp_path, optim
 # ------------------------------------------------------------------------------- steps that ask other ranks
 
 
+each_that_asks = pytest.mark.parametrize(
+    "name", ["LAMB", *(pytest.param(name, marks=pytest.mark.long) for name in TOGETHER[1:])]
+)
+
+
 class Swapped(torch.nn.Module):
     """Its modules stand in another order than forwards use them, and every second forward leaves one out.
 
@@ -454,7 +458,7 @@ ODD, EVEN = ["third", "second", "first"], ["third", "first"]
 """The units of a step, in the order of the plan."""
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@each_that_asks
 @on_ranks(2)
 def test_units_whose_step_asks_other_ranks_are_stepped_in_the_order_of_the_plan(name):
     """At stage 3. At others, where ranks may use units in other orders, they are stepped in `step()`."""
@@ -472,14 +476,15 @@ def test_units_whose_step_asks_other_ranks_are_stepped_in_the_order_of_the_plan(
     return found
 
 
+@each_that_asks
 @on_ranks(2)
-def test_steps_that_ask_other_ranks_wait_in_loops_of_the_user_too():
+def test_steps_that_ask_other_ranks_wait_in_loops_of_the_user_too(name):
     """Some forwards leave a unit out; gradients are clipped by hand, or a step is left out."""
     found = []
-    for name, case in itertools.product(TOGETHER, ("branches", "plain, bf16", "clipped by hand", "float16")):
+    for case in ("branches", "plain, bf16", "clipped by hand", "float16"):
         loop, make, config = LOOPS[case]
 
-        def start(name=name, make=make, config=config):
+        def start(make=make, config=config):
             return runs.start({"stage": 3} | config, OPTIMIZERS[name], model=make())
 
         found += differ(f"{name}, {case}", start, start, loop, 5, True)
