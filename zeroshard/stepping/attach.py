@@ -180,7 +180,8 @@ def may_wait(runtime: Runtime) -> bool:
 def may_ask_late(runtime: Runtime, optimizer: Optimizer) -> bool:
     """True if an optimizer whose step asks other ranks may take it in forwards.
 
-    All ranks that it asks gather each unit together, so that no rank comes to a forward alone.
+    All ranks that it asks gather each unit together, so that no rank comes to a forward alone. Pipeline ranks
+    that share a weight ask each other nothing: each takes the same step of it.
     """
     axes, trained = runtime.context.axes, [b.plan for b in runtime.buffers if b.trainable]
     is_common = axes.everyone.size == axes.dp_shard.size and not any(plan.is_resident for plan in trained)
