@@ -20,7 +20,6 @@ so it stays on the device.
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards import activations
-from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
+from zeroshard.forwards.activations import HostCopies, SavedActivations, kept_near, offloading, storages_of
 from zeroshard.forwards.keeping import (
     KEEP,
     NO_LINK,
@@ -51,8 +50,8 @@ from zeroshard.forwards.keeping import (
     simulate,
 )
 from zeroshard.forwards.wrapped import checkpointed, outermost
-from zeroshard.internals import pytree
 from zeroshard.internals.autograd import at_end_of_backward, is_in_backward
+from zeroshard.internals.nested import find_tensors
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
@@ -76,22 +75,19 @@ class _Alike:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.watches = {name: (Stopwatch(device), Stopwatch(device)) for name in (KEEP, RECOMPUTE)}
-        """Of the forwards and of the backwards of units that keep all, and of units that recompute."""
-        self._seconds = {watch: list[float]() for both in self.watches.values() for watch in both}
+        self._device = device
         self.profile = UnitProfile(kept=None)
         """The bytes of the forward that has kept most, without memory that several units were given."""
+        self.begin()
 
-    def read(self, *, drops: bool = False) -> None:
-        """Read the watches; with `drops`, drop the seconds so far."""
-        for watch, seconds in self._seconds.items():
-            seconds += watch.read()
-            if drops:
-                seconds.clear()
+    def begin(self) -> None:
+        """Measure seconds from here on."""
+        self.watches = {name: [Stopwatch(self._device) for _ in range(2)] for name in (KEEP, RECOMPUTE)}
+        """Of the forwards and of the backwards of units that keep all, and of units that recompute."""
 
     def measured(self) -> UnitProfile:
         """Return the bytes along with the medians of seconds."""
-        keep, again = ([self._seconds[watch] for watch in self.watches[name]] for name in (KEEP, RECOMPUTE))
+        keep, again = ([watch.read() for watch in self.watches[name]] for name in (KEEP, RECOMPUTE))
         forward = median(keep[0] or again[0] or [0.0])
         backward = median(keep[1] or [2 * forward])  # its input needs no gradient
         # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
@@ -139,18 +135,13 @@ class Budget:
         activations of units. Set by the engine."""
         by_module = {unit.module: unit for unit in units[1:] if unit.buffers}
         modules = list(outermost(units[0].module, by_module))
-        nested = any(
-            part in by_module for module in modules for part in module.modules() if part is not module
-        )
-        if nested or not (modules or in_flight):  # a pipeline rank may have none
+        inside = {part for module in modules for part in module.modules()} - {*modules}
+        if inside & by_module.keys() or not (modules or in_flight):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
             )
-        alike = [
-            (type(module), tuple((p.shape, p.requires_grad) for p in module.parameters()))
-            for module in modules
-        ]
+        alike = [(type(one), *((p.shape, p.requires_grad) for p in one.parameters())) for one in modules]
         self._probed = set({key: number for number, key in enumerate(alike)}.values())
         """The units that keep all at first, the last ones: inputs of the first ones may need no gradient."""
         distinct = {key: _Alike(self._device) for key in alike}
@@ -170,8 +161,10 @@ class Budget:
         """The plan of the chain, if that is what is run."""
         self._room = 0
         """The bytes that the last plan had for activations."""
-        if self._is_chain:
-            changes.around(root, "chain", self._chained)
+        name = "chain" if self._is_chain else "budget"
+        changes.around(root, name, functools.partial(self._rooted, units[0]))
+        self._of_root = 0
+        """On the CPU, where nobody counts a peak: the most bytes that the root and the loss need."""
         self._largest = [-1] * len(modules)
         """The most bytes of the tensors that each unit was given."""
         self._seen = -1
@@ -203,7 +196,7 @@ class Budget:
         self._steps = 0
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
-        self.tree, self._totals = None, []
+        self.tree, self._totals, self._of_root = None, [], 0
         self.seconds.clear()
         self._given.clear()
         self.take_peak()
@@ -218,7 +211,6 @@ class Budget:
         if self._moving is not None:
             offload = functools.partial(offloading, self._moving, units)
             ways |= {OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(ways[RECOMPUTE])}
-        flats = [buffer.full for unit in units for buffer in unit.buffers]
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if self.tree is not None or not torch.is_grad_enabled() or is_in_backward():
@@ -233,7 +225,7 @@ class Budget:
             saved, shared = dict(given), self._given & given.keys()
             self._given |= given.keys()
             is_probed = self.plan is None and name == KEEP
-            with self._noting(saved, flats) if is_probed else nullcontext(), kind.watches[name][0]:
+            with self._noting(saved, units) if is_probed else nullcontext(), kind.watches[name][0]:
                 output = ways[name](*args, **kwargs)
             self._time_backward(kind.watches[name][1], (args, kwargs), output)
             if is_probed:
@@ -250,14 +242,27 @@ class Budget:
             if self.plan is not None:
                 self._restart()
 
-    def _chained(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def chained(input: Any) -> Any:  # as Sequential calls it
+    def _rooted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def rooted(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
-                return forward(input)
-            self._enter(0, _bytes_of(input))
-            return forward(input) if self.tree is None else self._run(self.tree, input)
+                return forward(*args, **kwargs)
+            if self._is_chain:
+                self._enter(0, _bytes_of(args))
+            if self.tree is not None:
+                return self._run(self.tree, *args)  # as Sequential is called
+            if self.plan is not None or self._device.type != "cpu":
+                return forward(*args, **kwargs)
+            saved = dict[int, int]()
+            with self._noting(saved, [unit]):
+                output = forward(*args, **kwargs)
+            own = [num for key, num in saved.items() if key not in self._given]
+            made, largest = sum(_bytes_of(output).values()), max(own, default=0)
+            # A loss, inside or outside, saves as much as the logits, and its backward makes that twice.
+            needs = sum(own) + max(0, made - largest) + 2 * max(made, largest)
+            self._of_root = max(self._of_root, needs)
+            return output
 
-        return chained
+        return rooted
 
     def _run(self, tree: Tree, x: Any) -> Any:
         for part in tree:
@@ -268,24 +273,22 @@ class Budget:
                 x = checkpointed(inside, functools.partial(self._run, part))(x)
         return x
 
-    def _noting(self, storages: dict[int, int], flats: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Note the storages of tensors that autograd saves, but for those of parameters."""
-        left_out = {flat.untyped_storage()._cdata for flat in flats}
+    def _noting(self, storages: dict[int, int], units: Iterable[Unit]) -> AbstractContextManager[None]:
+        """Note the storages of tensors that autograd saves, but for those of the parameters of units."""
+        left_out = storages_of(units)
 
         def pack(tensor: Tensor) -> Callable[[], Tensor]:
             storage = tensor.untyped_storage()
             if storage._cdata not in left_out and tensor.device.type == self._device.type:
                 storages.setdefault(storage._cdata, storage.nbytes())
-            alias = tensor.detach()
-            return functools.partial(checked, alias, alias._version)
+            return kept_near(tensor)
 
         return saved_tensors_hooks(pack, lambda saved: saved())
 
     def _time_backward(self, watch: Stopwatch, given: Any, output: Any) -> None:
         """Time the backward of a forward, from the gradient of its output to the gradient of its input."""
         made, inputs = (
-            [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.requires_grad]
-            for values in (output, given)
+            [one for one in find_tensors(values)[0] if one.requires_grad] for values in (output, given)
         )
         begins: list[Any] = []
 
@@ -310,11 +313,12 @@ class Budget:
             return
         if has_stepped:
             self._steps += 1
-            names, totals = self.names, self._watch.read()
-            is_first = self._steps == 1  # it compiles, loads kernels and maps memory
-            self._totals += [] if is_first or self.tree is not None else [(names, one) for one in totals]
-            for kind in {*self._kinds}:
-                kind.read(drops=is_first)
+            totals, self._watch = self._watch.read(), Stopwatch(self._device)
+            if self._steps == 1:  # it compiles, loads kernels and maps memory
+                for kind in self._kinds:
+                    kind.begin()
+            elif self.tree is None:
+                self._totals += [(self.names, one) for one in totals]
             if self._steps >= PROBED:
                 self._plan()
         if self._in_flight == 1:  # else other forwards come before the backward
@@ -325,35 +329,32 @@ class Budget:
         if self._moving is not None and is_first:
             self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
         measured = [kind.measured() for kind in self._kinds]
-        found = measured, self._link, self.take_peak(), self._largest[:1]
+        found = measured, self._link, self.take_peak() + self._of_root, self._largest[:1]
         everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
         measured, link, others, largest = everyone[0]
-        costs, link = [one.costs(link) for one in measured], link or NO_LINK
+        units, link = [one.options(link) for one in measured], link or NO_LINK
 
         def taken(names: Sequence[str]) -> KeepingPlan:
-            options = [
-                next((option for option in unit.options if option.name == name), unit.options[0])
-                for unit, name in zip(costs, names, strict=True)
-            ]
-            return simulate(costs, options, self.num_bytes, link)
+            both = zip(units, names, strict=True)
+            options = [next((one for one in unit if one.name == name), unit[0]) for unit, name in both]
+            return simulate(options, self.num_bytes, link)
 
         if self._device.type != "cpu":
             others -= round(self._in_flight * (taken(self.names).peak if self.tree is None else self._room))
         self._room = room = int((self.num_bytes - others) / self._in_flight)
-        self.plan, self.tree = choose_keeping(costs, room, link), None
+        self.plan, self.tree = choose_keeping(units, room, link), None
         self._name(option.name for option in self.plan.options)
-        times: Iterable[float] = self.plan.times
-        is_chain = self._is_chain and all(one.kept is not None for one in measured)
-        stages = [replace(one, forward=one.again) for one in measured]
-        chain = plan_chain(stages, largest[0], room) if is_chain else None
-        firsts = sum(one.forward - one.again for one in measured)
-        limit = self.plan.seconds * (1 - _GAIN) if self.plan.peak <= room else math.inf
-        if chain is not None and chain.seconds + firsts < limit:
+        times, tree = self.plan.times, None
+        if self._is_chain and all(one.kept is not None for one in measured):
+            tree = plan_chain([replace(one, forward=one.again) for one in measured], largest[0], room)
+        if tree is not None:
+            depths = dict(_depths(tree))
+            nested = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
             # Rotor's plan, where a choice for each unit is slower or does not fit.
-            self.tree, depths = chain.tree, dict(_depths(chain.tree))
-            self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
-            times = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
-        elif self.plan.peak > room and is_first:
+            if self.plan.peak > room or sum(nested) < self.plan.seconds * (1 - _GAIN):
+                self.tree, times = tree, nested
+                self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
+        if self.tree is None and self.plan.peak > room and is_first:
             own_bytes = self._in_flight * self.plan.peak
             budget, rest, own = map(format_bytes, (self.num_bytes, others, own_bytes))
             warn_user(
@@ -424,8 +425,7 @@ def budget_of(given: float | None, device: torch.device) -> int:
 def _bytes_of(values: Any) -> dict[int, int]:
     """The bytes of the tensors among some values, by storage; of a larger storage those that they show."""
     found = Counter[int]()
-    for tensor in pytree.tree_leaves(values):
-        if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = min(storage.nbytes(), found[storage._cdata] + tensor.nbytes)
+    for tensor in find_tensors(values)[0]:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = min(storage.nbytes(), found[storage._cdata] + tensor.nbytes)
     return found

@@ -153,24 +153,26 @@ class _TiledLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("a loss in tiles has no second derivatives: expected create_graph=False")
 
-        def scaled(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            return (
-                None
-                if value is None
-                else torch.mul(value, gradient, out=torch.empty_like(value, dtype=dtype))
-            )
+        found = (
+            None if value is None else torch.mul(value, gradient, out=torch.empty_like(value, dtype=dtype))
+            for value, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *found, None, None, None, None
 
-        return *map(scaled, ctx.saved_tensors, ctx.dtypes), None, None, None, None
+
+def rows_of_tile(num: int, tiles: int | str, row_bytes: int) -> int:
+    """Return the rows of each tile.
+
+    Args:
+        num: all rows.
+        tiles: the tiles; "auto": as few as keep each one within `TILE_BYTES`.
+        row_bytes: the bytes of a row in a tile.
+    """
+    return max(1, TILE_BYTES // row_bytes if isinstance(tiles, str) else -(-num // tiles))
 
 
 def tiled_loss(
-    hidden: Tensor,
-    head: nn.Linear,
-    targets: Tensor,
-    loss: RowLoss,
-    *,
-    ignore_index: int,
-    tiles: int | None = None,
+    hidden: Tensor, head: nn.Linear, targets: Tensor, loss: RowLoss, ignore_index: int, tiles: int | str
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses of rows, and how many rows count; both are 0-dim.
 
@@ -180,18 +182,16 @@ def tiled_loss(
         targets: [N], integers in [0, classes) or `ignore_index`.
         loss: the loss of a row. A target that is no class gives no number.
         ignore_index: the target of rows that do not count.
-        tiles: the tiles; None: as few as keep each one within `TILE_BYTES`.
+        tiles: see `rows_of_tile`.
     """
-    kind, own_bias = hidden.device.type, head._parameters["bias"]
+    kind, weight = hidden.device.type, head.weight
     is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else head.weight.dtype
-    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
-    bias = None if own_bias is None else own_bias.to(dtype)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else weight.dtype
+    leaves = [None if one is None else one.to(dtype) for one in (hidden, weight, head._parameters["bias"])]
     if not torch.is_grad_enabled():  # a Function takes gradients of all that may need them
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    size = max(1, TILE_BYTES // (ROW_BYTES * len(weight))) if tiles is None else -(-len(hidden) // tiles)
-    counts = targets != ignore_index
+        leaves = [None if one is None else one.detach() for one in leaves]
+    size, counts = rows_of_tile(len(hidden), tiles, ROW_BYTES * len(weight)), targets != ignore_index
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        total: Tensor = _TiledLoss.apply(hidden, weight, bias, targets, counts, loss, max(1, size))
+        total: Tensor = _TiledLoss.apply(*leaves, targets, counts, loss, size)
     is_none = counts & ((targets < 0) | (targets >= loss.num))
     return total.masked_fill(is_none.any(), torch.nan), counts.sum()
