@@ -198,7 +198,6 @@ class Budget:
         """The last plan; None while units are measured."""
         self.tree, self._totals, self._of_root = None, [], 0
         self.seconds.clear()
-        self._given.clear()
         self.take_peak()
         self._name(KEEP if number in self._probed else RECOMPUTE for number in range(len(self._kinds)))
         for kind in self._kinds:
@@ -355,8 +354,8 @@ class Budget:
                 self.tree, times = tree, nested
                 self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
         if self.tree is None and self.plan.peak > room and is_first:
-            own_bytes = self._in_flight * self.plan.peak
-            budget, rest, own = map(format_bytes, (self.num_bytes, others, own_bytes))
+            peak = self._in_flight * self.plan.peak
+            budget, rest, own = map(format_bytes, (self.num_bytes, others, peak))
             warn_user(
                 f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
                 f"activations {own} even where units recompute. Take fewer samples, or "
@@ -414,12 +413,12 @@ def budget_of(given: float | None, device: torch.device) -> int:
     Raises:
         ValueError: a share of the memory of the CPU, which others use, too.
     """
-    if given is not None and given > 1:
-        return int(given)
+    share = SHARE if given is None else given
+    if share > 1:
+        return int(share)
     if device.type == "cpu":
         raise ValueError("memory_budget: expected bytes on the CPU, such as '8GB', got a share")
-    _, total = torch.accelerator.get_memory_info(device)
-    return int((SHARE if given is None else given) * total)
+    return int(share * torch.accelerator.get_memory_info(device)[1])
 
 
 def _bytes_of(values: Any) -> dict[int, int]:

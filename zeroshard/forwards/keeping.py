@@ -158,24 +158,19 @@ class UnitProfile:
             link: the link to the host, if activations may go there. Compute waits for the copies of a unit
                 beside the next one, so what a forward or backward leaves of their time is lost.
         """
-        kept = self.kept or 0
-        keep = Option(
-            name=KEEP,
-            held=kept,
-            working=max(self.working, kept),
-            forward=self.forward,
-            backward=self.backward,
-        )
+        kept, forward, backward = self.kept or 0, self.forward, self.backward
+        working = max(self.working, kept)
+        keep = Option(name=KEEP, held=kept, working=working, forward=forward, backward=backward)
         again = replace(keep, name=RECOMPUTE, held=self.inputs, again=self.again)
         if self.kept is None:
             return [again]
         found = [keep, again]
         for base, name, num in ((keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)):
             if link is not None:
-                forward = self.forward + max(0.0, num / link.to_host - self.forward)
-                more = base.again + max(0.0, num / link.from_host - self.backward)
-                left = base.held - num
-                found.append(replace(base, name=name, held=left, moved=num, forward=forward, again=more))
+                longer = forward + max(0.0, num / link.to_host - forward)
+                more = base.again + max(0.0, num / link.from_host - backward)
+                moved = replace(base, name=name, held=base.held - num, moved=num)
+                found.append(replace(moved, forward=longer, again=more))
         return found
 
 

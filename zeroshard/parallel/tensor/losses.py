@@ -15,6 +15,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zeroshard.config.sections import Config
-from zeroshard.forwards.tiled import Row, RowLoss, tiled_loss
+from zeroshard.forwards.tiled import ROW_BYTES, Row, RowLoss, TiledLoss, rows_of_tile
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, copied, move
 from zeroshard.parallel.tensor.styles import Divided, Split
@@ -212,8 +213,18 @@ def tiled_cross_entropy(
         loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
     else:
         loss, hidden = classes.row_loss(label_smoothing, z_loss), copied(hidden, classes.over, classes.label)
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
-    total, num = tiled_loss(rows, head, flat, loss, ignore_index, tiles)
+    kind, weight, flat = hidden.device.type, head.weight, targets.flatten().long()
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else weight.dtype
+    leaves = [hidden.reshape(-1, hidden.shape[-1]), weight, head._parameters["bias"]]
+    if not torch.is_grad_enabled():  # a Function takes gradients of all that may need them
+        leaves = [None if one is None else one.detach() for one in leaves]
+    leaves = [None if one is None else one.to(dtype) for one in leaves]
+    counts, size = flat != ignore_index, rows_of_tile(len(flat), tiles, ROW_BYTES * len(weight))
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        total: Tensor = TiledLoss.apply(*leaves, flat, counts, loss, size)
+    is_none = counts & ((flat < 0) | (flat >= loss.num))
+    total, num = total.masked_fill(is_none.any(), torch.nan), counts.sum()
     if reduction == "sum":
         return total
     # As in torch, the mean of no rows is no number, and its gradients are 0.
