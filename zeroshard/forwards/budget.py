@@ -12,18 +12,18 @@ its backward in any case. Tensor ranks choose alike, as recomputed layers exchan
 parameters are not gathered may recompute runs of units, and runs in runs, by Rotor's plan: nested checkpoints
 carry it out. In a pipeline each micro-batch in flight gets its part of the bytes.
 
-Units of the same class with the same parameters are one kind. What a step takes besides its units is the
-root's. Compiled units keep or recompute: the backward of compiled code may write to memory of saved tensors,
-so it stays on the device.
+Units of the same class with parameters of the same sizes are one kind, and take the same. What a step takes
+besides its units is the root's. Compiled units keep or recompute: the backward of compiled code may write to
+memory of saved tensors, so it stays on the device.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -61,38 +61,12 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
+_TIMED = (KEEP, RECOMPUTE)
+"""The choices whose seconds are measured; those of the others follow from these and the link."""
 _GAIN = 1e-3
 """The share of the time that a plan of a chain must save: less is noise."""
 _LINK_BYTES = 1 << 26
 """Bytes that are copied each way to measure the link."""
-
-
-class _Alike:
-    """Units of one class with parameters of the same sizes, which take the same; all of them are timed.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.profile = UnitProfile(kept=None)
-        """The bytes of the forward that has kept most, without memory that several units were given."""
-        self.begin()
-
-    def begin(self) -> None:
-        """Measure seconds from here on."""
-        self.watches = {name: [Stopwatch(self._device) for _ in range(2)] for name in (KEEP, RECOMPUTE)}
-        """Of the forwards and of the backwards of units that keep all, and of units that recompute."""
-
-    def measured(self) -> UnitProfile:
-        """Return the bytes along with the medians of seconds."""
-        keep, again = ([watch.read() for watch in self.watches[name]] for name in (KEEP, RECOMPUTE))
-        forward = median(keep[0] or again[0] or [0.0])
-        backward = median(keep[1] or [2 * forward])  # its input needs no gradient
-        # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
-        more = sum(map(median, again)) - forward - backward if all(again) else forward
-        return replace(self.profile, forward=forward, backward=backward, again=max(more, forward / 2))
 
 
 class Budget:
@@ -144,12 +118,16 @@ class Budget:
         alike = [(type(one), *((p.shape, p.requires_grad) for p in one.parameters())) for one in modules]
         self._probed = set({key: number for number, key in enumerate(alike)}.values())
         """The units that keep all at first, the last ones: inputs of the first ones may need no gradient."""
-        distinct = {key: _Alike(self._device) for key in alike}
-        self._kinds = [distinct[key] for key in alike]
-        """Of each unit."""
+        self._kinds = [alike.index(key) for key in alike]
+        """Of each unit the first one that takes the same: of its class, with parameters of its sizes."""
+        self._watches = defaultdict[tuple[int, str, str], Stopwatch](partial(Stopwatch, self._device))
+        """Of the forwards F and the backwards B of a kind of units that keep all, or recompute."""
+        self._profiles: dict[int, UnitProfile] = {}
+        """Of each kind: the bytes of the forward that has kept most, without those that several units were
+        given."""
         for number, module in enumerate(modules):
             own = [units[0], by_module[module]]
-            changes.around(module, RECOMPUTE, functools.partial(self._chosen, number, module, own))
+            changes.around(module, RECOMPUTE, partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice that holds now comes last."""
         self._root = root = units[0].module
@@ -161,8 +139,8 @@ class Budget:
         """The plan of the chain, if that is what is run."""
         self._room = 0
         """The bytes that the last plan had for activations."""
-        name = "chain" if self._is_chain else "budget"
-        changes.around(root, name, functools.partial(self._rooted, units[0]))
+        if self._is_chain or self._device.type == "cpu":
+            changes.around(root, "budget", partial(self._rooted, units[0]))
         self._of_root = 0
         """On the CPU, where nobody counts a peak: the most bytes that the root and the loss need."""
         self._largest = [-1] * len(modules)
@@ -200,15 +178,14 @@ class Budget:
         self.seconds.clear()
         self.take_peak()
         self._name(KEEP if number in self._probed else RECOMPUTE for number in range(len(self._kinds)))
-        for kind in self._kinds:
-            kind.profile = UnitProfile(kept=None)
+        self._profiles.clear()
 
     def _chosen(
         self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         ways = {KEEP: forward, RECOMPUTE: checkpointed(module, forward)}
         if self._moving is not None:
-            offload = functools.partial(offloading, self._moving, units)
+            offload = partial(offloading, self._moving, units)
             ways |= {OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(ways[RECOMPUTE])}
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -219,17 +196,19 @@ class Budget:
             name, kind = self._shown[number][-1], self._kinds[number]
             if self._moving is not None and name in (KEEP, RECOMPUTE):
                 self._moving.begin_segment()  # the copies of the unit before begin
-            if self._steps == PLANNED or name not in kind.watches:
+            if self._steps == PLANNED or name not in _TIMED:
                 return ways[name](*args, **kwargs)
             saved, shared = dict(given), self._given & given.keys()
             self._given |= given.keys()
             is_probed = self.plan is None and name == KEEP
-            with self._noting(saved, units) if is_probed else nullcontext(), kind.watches[name][0]:
+            noting = self._noting(saved, units) if is_probed else nullcontext()
+            with noting, self._watches[kind, name, "F"]:
                 output = ways[name](*args, **kwargs)
-            self._time_backward(kind.watches[name][1], (args, kwargs), output)
+            self._time_backward(self._watches[kind, name, "B"], (args, kwargs), output)
             if is_probed:
                 found = _profile(saved, given, output, shared)
-                kind.profile = max(kind.profile, found, key=lambda one: one.kept or 0)
+                known = self._profiles.get(kind, found)
+                self._profiles[kind] = max(known, found, key=lambda one: one.kept or 0)
             return output
 
         return chosen
@@ -269,7 +248,7 @@ class Budget:
                 x = self._modules[part](x)
             else:
                 inside = nn.ModuleList(self._modules[number] for number, _ in _depths(part))
-                x = checkpointed(inside, functools.partial(self._run, part))(x)
+                x = checkpointed(inside, partial(self._run, part))(x)
         return x
 
     def _noting(self, storages: dict[int, int], units: Iterable[Unit]) -> AbstractContextManager[None]:
@@ -294,7 +273,7 @@ class Budget:
         def begin(_: Tensor) -> None:
             begins.append(watch.point())
             if self._begun is not None:
-                at_end_of_backward(functools.partial(self._watch.add, self._begun))
+                at_end_of_backward(partial(self._watch.add, self._begun))
                 self._begun = None
 
         if made:
@@ -314,8 +293,7 @@ class Budget:
             self._steps += 1
             totals, self._watch = self._watch.read(), Stopwatch(self._device)
             if self._steps == 1:  # it compiles, loads kernels and maps memory
-                for kind in self._kinds:
-                    kind.begin()
+                self._watches.clear()
             elif self.tree is None:
                 self._totals += [(self.names, one) for one in totals]
             if self._steps >= PROBED:
@@ -323,11 +301,21 @@ class Budget:
         if self._in_flight == 1:  # else other forwards come before the backward
             self._begun = self._watch.point()
 
+    def _measured(self, kind: int) -> UnitProfile:
+        """Return the bytes of a kind of units along with the medians of seconds."""
+        keep, again = ([self._watches[kind, name, part].read() for part in "FB"] for name in _TIMED)
+        forward = median(keep[0] or again[0] or [0.0])
+        backward = median(keep[1] or [2 * forward])  # its input needs no gradient
+        # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
+        more = sum(map(median, again)) - forward - backward if all(again) else forward
+        profile = self._profiles.get(kind, UnitProfile(kept=None))
+        return replace(profile, forward=forward, backward=backward, again=max(more, forward / 2))
+
     def _plan(self) -> None:
         is_first = self._steps == PROBED
         if self._moving is not None and is_first:
             self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
-        measured = [kind.measured() for kind in self._kinds]
+        measured = list(map(self._measured, self._kinds))
         found = measured, self._link, self.take_peak() + self._of_root, self._largest[:1]
         everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
         measured, link, others, largest = everyone[0]
