@@ -158,10 +158,9 @@ def test_a_plan_of_many_units_uses_its_budget_and_is_faster_with_more() -> None:
         unit(rng.randint(50, 70), rng.randint(90, 150), rng.randint(900, 1300), 70, 1500) for _ in range(96)
     ]
     link = Link(to_host=5.0, from_host=5.0)
-    plans = [
-        choose_keeping(units, budget, link, num_slots=200) for budget in (12_000, 25_000, 50_000, 100_000)
-    ]
-    for plan, budget in zip(plans, (12_000, 25_000, 50_000, 100_000), strict=True):
+    budgets = (12_000, 25_000, 50_000, 100_000)
+    plans = [choose_keeping(units, budget, link) for budget in budgets]
+    for plan, budget in zip(plans, budgets, strict=True):
         walk(plan, budget, link)
         assert plan.peak >= 0.97 * budget
     assert all(less.seconds > more.seconds for less, more in pairwise(plans))

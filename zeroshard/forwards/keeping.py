@@ -250,9 +250,7 @@ def time_line(plan: KeepingPlan, link: Link) -> Iterator[Interval]:
             now += seconds
 
 
-def choose_keeping(
-    units: Sequence[Sequence[Option]], budget: int, link: Link, num_slots: int = SLOTS
-) -> KeepingPlan:
+def choose_keeping(units: Sequence[Sequence[Option]], budget: int, link: Link) -> KeepingPlan:
     """Return the fastest plan within a budget, by dynamic programming; see [Note: Exact up to a grid].
 
     Args:
@@ -260,7 +258,6 @@ def choose_keeping(
         budget: bytes that the device has for activations. If no plan fits into them, the least budget into
             which one fits is taken: the peak of the plan is above `budget` then.
         link: the link to the host.
-        num_slots: parts of the budget that states are told apart by.
     """
     needs = [0]
     for unit in reversed(units):
@@ -270,7 +267,7 @@ def choose_keeping(
     for unit, need in zip(units, reversed(needs[:-1]), strict=True):
         ways = [_advance(states, number, option, need, budget, link) for number, option in enumerate(unit)]
         reached = np.concatenate(ways, axis=1)
-        states = reached[:, _select(reached, max(budget, 1) / num_slots, link)]
+        states = reached[:, _select(reached, max(budget, 1) / SLOTS, link)]
         trail.append(states[3:].astype(np.int64))
     options, place = list[Option](), int(states[2].argmin())
     for unit, taken in zip(reversed(units), reversed(trail), strict=True):
@@ -324,9 +321,7 @@ Nested checkpoints carry it out: a checkpoint around a tree inside keeps its inp
 """
 
 
-def plan_chain(
-    stages: Sequence[UnitProfile], input_bytes: int, budget: int, num_slots: int = SLOTS
-) -> Tree | None:
+def plan_chain(stages: Sequence[UnitProfile], input_bytes: int, budget: int) -> Tree | None:
     """Return the fastest sequence whose bytes stay within a budget; None if no sequence does.
 
     It takes O(L^3 slots) for L stages. Sizes are rounded up to slots: with integer sizes and no more bytes
@@ -336,16 +331,15 @@ def plan_chain(
         stages: the stages, in the order of the forward.
         input_bytes: bytes of the input of the first stage, which is there from begin to end.
         budget: bytes that the device has for the input, activations and gradients of the chain.
-        num_slots: parts of the budget that sizes are counted in.
     """
 
     def slots(size: int) -> int:
-        return size if budget <= num_slots else -(-size * num_slots // budget)
+        return size if budget <= SLOTS else -(-size * SLOTS // budget)
 
     num = len(stages)
     saved = [slots(stage.saved) for stage in stages]
     sizes = [slots(input_bytes), *(slots(stage.output) for stage in stages)]
-    room = min(budget, num_slots) - sizes[0]
+    room = min(budget, SLOTS) - sizes[0]
     if room < 0:
         return None
     shape = (num, num, room + 1)
