@@ -28,7 +28,6 @@ from zeroshard.forwards.keeping import (
     OFFLOAD_INPUT,
     RECOMPUTE,
     Link,
-    UnitCosts,
     UnitProfile,
     choose_keeping,
 )
@@ -61,13 +60,12 @@ def plans() -> list[dict[str, Any]]:
     """A row for each budget: the time of each way over that of keeping all; None where it does not fit."""
     link, rows = Link(to_host=RATE, from_host=RATE), []
     times = {"forward": SECONDS, "backward": 2 * SECONDS, "again": SECONDS}
-    unit = UnitProfile(kept=SAVED, inputs=INPUT, moved=SAVED, **times).costs(link)
+    unit = UnitProfile(kept=SAVED, inputs=INPUT, moved=SAVED, **times).options(link)
     for share in SHARES:
         budget, row = round(share * UNITS * SAVED), {"budget": share}
         for way, names in WAYS.items():
-            options = tuple(option for option in unit.options if option.name in names)
-            units = [UnitCosts(forward=unit.forward, backward=unit.backward, options=options)] * UNITS
-            plan = choose_keeping(units, budget, link)
+            options = [option for option in unit if option.name in names]
+            plan = choose_keeping([options] * UNITS, budget, link)
             row[way] = round(plan.seconds / (3 * SECONDS * UNITS), 4) if plan.peak <= budget else None
         rows.append(row)
     return rows

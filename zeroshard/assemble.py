@@ -20,7 +20,7 @@ from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.budget import Budget, budget_of
-from zeroshard.forwards.lean import lean_forwards, tile_mlps
+from zeroshard.forwards.lean import change_mlps
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
 from zeroshard.forwards.wrapped import (
@@ -137,9 +137,7 @@ def shard_over(
         gradients = [Gradients(b, context, pool, store) for b, store in zip(trained, stores, strict=True)]
         units.append(Unit(plan, spec.module, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
-    if config.recompute == "lean":
-        lean_forwards(module, changes)
-    tile_mlps(module, config, changes)
+    change_mlps(module, config, changes)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":

@@ -47,6 +47,8 @@ def build(kind=Blocks, num=BLOCKS):
 
 KEPT, INPUTS = ROWS * (WIDTH + 4 * WIDTH) * 4, ROWS * WIDTH * 4
 """Bytes that a block keeps: its input, and what tanh gives, the input of the other layer; or its input."""
+LOSS = 3 * INPUTS
+"""Bytes of the output, of its gradient, and of what a loss makes of it."""
 STATES = 4 * sum(p.numel() for p in build().parameters()) * 4
 """Parameters, gradients and two states of AdamW, in float32."""
 
@@ -76,7 +78,7 @@ def names(engine):
 
 def room_for(num_kept):
     """A budget in which so many blocks keep all, the last ones: there is as much room for a recomputation."""
-    return STATES + num_kept * KEPT + (BLOCKS - num_kept) * INPUTS + KEPT // 2
+    return STATES + LOSS + num_kept * KEPT + (BLOCKS - num_kept) * INPUTS + KEPT // 2
 
 
 def held_after_forward(engine, rows=ROWS):
@@ -104,12 +106,12 @@ def test_as_many_blocks_keep_all_as_the_budget_has_room_for(num_kept):
 
 
 def test_a_larger_batch_is_measured_anew_and_a_smaller_one_is_not():
-    config = {"stage": 0, "recompute": "auto", "memory_budget": room_for(4)}
+    config = {"stage": 0, "recompute": "auto", "memory_budget": room_for(5)}
     engine = zeroshard.initialize(build(), adamw, config).engine
     train(engine, 3)
-    assert names(engine).count("keep") == 4
+    assert names(engine).count("keep") == 5
     train(engine, 1, rows=ROWS // 2)
-    assert names(engine).count("keep") == 4
+    assert names(engine).count("keep") == 5
     train(engine, 1, rows=2 * ROWS)
     assert names(engine) is None
     train(engine, 3, rows=2 * ROWS)
@@ -125,6 +127,36 @@ def test_a_budget_that_is_too_small_warns_and_all_blocks_recompute():
     ):
         train(engine, 1)
     assert names(engine) == ["recompute"] * (BLOCKS - 1) + ["keep"]  # the last one as a recomputation needs
+    engine.close(restore=False)
+
+
+class Headed(nn.Module):
+    """Blocks, and a head whose logits take more than a block keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = build(num=16), nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x, labels=None):
+        logits = self.head(self.blocks(x))
+        return logits if labels is None else nn.functional.cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_step_takes_at_least_nine_tenths_of_its_budget(is_inside):
+    x, labels, model = batch(0), torch.arange(ROWS), Headed()
+    states = 16 * sum(p.numel() for p in model.parameters())
+    config = {"stage": 0, "recompute": "auto", "memory_budget": states + 14 * KEPT}
+    engine = zeroshard.initialize(model, adamw, {**config, "gradient_accumulation_steps": 2}).engine
+    loss_of = lambda: engine(x, labels) if is_inside else nn.functional.cross_entropy(engine(x), labels)  # noqa: E731
+    for _ in range(2 * PLANNED + 3):
+        engine.backward(loss_of())
+        engine.step()
+    assert 0 < names(engine).count("keep") < 16
+    parameters = [*engine.module.parameters()]
+    with Peak([x, labels, *parameters, *(p.grad for p in parameters)]) as live:
+        engine.backward(loss_of())
+    assert 0.9 * 14 * KEPT < live.peak <= 14 * KEPT
     engine.close(restore=False)
 
 
@@ -262,7 +294,7 @@ IN_CHUNKS = {"schedule": "interleaved", "num_chunks": 3}
 @pytest.mark.parametrize(
     ("num_ranks", "config", "num", "room", "has_tree"),
     [
-        (2, {"stage": 0}, 16, 2 * (KEPT + 5 * INPUTS), True),
+        (2, {"stage": 0}, 16, LOSS + 2 * (KEPT + 5 * INPUTS), True),
         (2, {"stage": 2, "pipeline": IN_CHUNKS}, BLOCKS, 3 * KEPT, False),
         (2, {"stage": 3}, BLOCKS, 4 * KEPT, False),
         (4, {"stage": 1, "pipeline": {"schedule": "zb-h1"}}, BLOCKS, KEPT, False),
@@ -288,7 +320,7 @@ def test_an_estimate_tells_what_a_budget_costs():
     keep, unit = of_budget({}), of_budget({"recompute": "unit"})
     times = []
     for num_kept in range(1, BLOCKS + 2):
-        budget = room_for(num_kept)
+        budget = room_for(num_kept) - LOSS
         found = of_budget({"recompute": "auto", "memory_budget": budget})
         num = round(found.extra_time * 3 * BLOCKS)
         times.append(found.extra_time)
@@ -399,7 +431,7 @@ def test_pipelines_that_step_late_or_are_traced_have_no_budget(pipeline):
 
 def test_a_model_that_calls_a_block_twice_is_no_chain():
     found = []
-    for config in ({}, {"recompute": "auto", "memory_budget": STATES // 3 + KEPT + INPUTS}):
+    for config in ({}, {"recompute": "auto", "memory_budget": STATES // 3 + LOSS + 2 * KEPT}):
         blocks = build(nn.Sequential, 2)
         engine = zeroshard.initialize(nn.Sequential(*blocks, *blocks), adamw, {"stage": 0, **config}).engine
         found.append(train(engine, PLANNED + 1))

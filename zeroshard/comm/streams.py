@@ -130,13 +130,12 @@ class Stopwatch:
         self._spans.append((begin, self.point()))
 
     def read(self) -> list[float]:
-        """Return the seconds of each piece of work since the last call; the host waits for its end."""
-        spans, self._spans = self._spans, []
+        """Return the seconds of each piece of work so far; the host waits for the end of the last one."""
         if not has_streams(self._device):
-            return [end - begin for begin, end in spans]
-        for _, end in spans[-1:]:
+            return [end - begin for begin, end in self._spans]
+        for _, end in self._spans[-1:]:
             end.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in spans]
+        return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans]
 
 
 @dataclass(frozen=True, slots=True)

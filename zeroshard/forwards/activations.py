@@ -44,7 +44,7 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,6 @@ def offloading(
     activations: SavedActivations, units: Sequence[Unit], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a forward whose saved tensors go to the host; `units` have its parameters."""
-    buffers = [buffer for unit in units for buffer in unit.buffers]
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or is_in_backward():
@@ -100,11 +99,16 @@ def offloading(
             activations.warn(type(units[1].module).__name__)
             return forward(*args, **kwargs)
         activations.begin_segment()
-        flat = frozenset(buffer.full.untyped_storage()._cdata for buffer in buffers)
-        with saved_tensors_hooks(functools.partial(activations.pack, flat), lambda saved: saved()):
+        pack = functools.partial(activations.pack, storages_of(units))
+        with saved_tensors_hooks(pack, lambda saved: saved()):
             return forward(*args, **kwargs)
 
     return offloaded
+
+
+def storages_of(units: Iterable[Unit]) -> frozenset[int]:
+    """Return the addresses of the storages of the parameters of units."""
+    return frozenset(buffer.full.untyped_storage()._cdata for unit in units for buffer in unit.buffers)
 
 
 class SavedActivations:
@@ -161,19 +165,18 @@ class SavedActivations:
 
         Args:
             flat: the addresses of the storages of parameters.
-            tensor: the tensor; an alias of it is saved, as it may hold the node that saves it.
+            tensor: the tensor.
         """
-        alias = tensor.detach()
         storage = tensor.untyped_storage() if self._may_move(tensor) else None
         if storage is None or storage._cdata in flat or storage.nbytes() < LEAST_BYTES:
-            return functools.partial(checked, alias, alias._version)  # it stays on the device
+            return kept_near(tensor)
         key = storage._cdata
         memory = self._waiting.get(key)
         if memory is None:
             memory = self._waiting[key] = SavedMemory(self._copies)
         self._segment.append(weakref.ref(memory))
         self._segments[self._segment.number] = self._segment
-        return _Offloaded(alias, memory, self._segment, self)
+        return _Offloaded(tensor.detach(), memory, self._segment, self)
 
     def _may_move(self, tensor: Tensor) -> bool:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -340,6 +343,12 @@ class _Offloaded:
             memory.drop()
         empty = torch.empty(0, dtype=self._dtype, device=values.device)
         return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
+
+
+def kept_near(tensor: Tensor) -> Callable[[], Tensor]:
+    """Save a tensor on the device: an alias, as the tensor may hold the node that saves it."""
+    alias = tensor.detach()
+    return functools.partial(checked, alias, alias._version)
 
 
 def checked(tensor: Tensor, version: int) -> Tensor:

@@ -12,19 +12,18 @@ its backward in any case. Tensor ranks choose alike, as recomputed layers exchan
 parameters are not gathered may recompute runs of units, and runs in runs, by Rotor's plan: nested checkpoints
 carry it out. In a pipeline each micro-batch in flight gets its part of the bytes.
 
-Units of the same class with the same parameters are one kind. What a step takes besides its units is the
-root's. Compiled units keep or recompute: the backward of compiled code may write to memory of saved tensors,
-so it stays on the device.
+Units of the same class with parameters of the same sizes are one kind, and take the same. What a step takes
+besides its units is the root's. Compiled units keep or recompute: the backward of compiled code may write to
+memory of saved tensors, so it stays on the device.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -35,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.forwards import activations
-from zeroshard.forwards.activations import HostCopies, SavedActivations, checked, offloading
+from zeroshard.forwards.activations import HostCopies, SavedActivations, kept_near, offloading, storages_of
 from zeroshard.forwards.keeping import (
     KEEP,
     NO_LINK,
@@ -51,8 +50,8 @@ from zeroshard.forwards.keeping import (
     simulate,
 )
 from zeroshard.forwards.wrapped import checkpointed, outermost
-from zeroshard.internals import pytree
 from zeroshard.internals.autograd import at_end_of_backward, is_in_backward
+from zeroshard.internals.nested import find_tensors
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
@@ -62,41 +61,12 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
+_TIMED = (KEEP, RECOMPUTE)
+"""The choices whose seconds are measured; those of the others follow from these and the link."""
 _GAIN = 1e-3
 """The share of the time that a plan of a chain must save: less is noise."""
 _LINK_BYTES = 1 << 26
 """Bytes that are copied each way to measure the link."""
-
-
-class _Alike:
-    """Units of one class with parameters of the same sizes, which take the same; all of them are timed.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.watches = {name: (Stopwatch(device), Stopwatch(device)) for name in (KEEP, RECOMPUTE)}
-        """Of the forwards and of the backwards of units that keep all, and of units that recompute."""
-        self._seconds = {watch: list[float]() for both in self.watches.values() for watch in both}
-        self.profile = UnitProfile(kept=None)
-        """The bytes of the forward that has kept most, without memory that several units were given."""
-
-    def read(self, *, drops: bool = False) -> None:
-        """Read the watches; with `drops`, drop the seconds so far."""
-        for watch, seconds in self._seconds.items():
-            seconds += watch.read()
-            if drops:
-                seconds.clear()
-
-    def measured(self) -> UnitProfile:
-        """Return the bytes along with the medians of seconds."""
-        keep, again = ([self._seconds[watch] for watch in self.watches[name]] for name in (KEEP, RECOMPUTE))
-        forward = median(keep[0] or again[0] or [0.0])
-        backward = median(keep[1] or [2 * forward])  # its input needs no gradient
-        # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
-        more = sum(map(median, again)) - forward - backward if all(again) else forward
-        return replace(self.profile, forward=forward, backward=backward, again=max(more, forward / 2))
 
 
 class Budget:
@@ -139,26 +109,25 @@ class Budget:
         activations of units. Set by the engine."""
         by_module = {unit.module: unit for unit in units[1:] if unit.buffers}
         modules = list(outermost(units[0].module, by_module))
-        nested = any(
-            part in by_module for module in modules for part in module.modules() if part is not module
-        )
-        if nested or not (modules or in_flight):  # a pipeline rank may have none
+        inside = {part for module in modules for part in module.modules()} - {*modules}
+        if inside & by_module.keys() or not (modules or in_flight):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
             )
-        alike = [
-            (type(module), tuple((p.shape, p.requires_grad) for p in module.parameters()))
-            for module in modules
-        ]
+        alike = [(type(one), *((p.shape, p.requires_grad) for p in one.parameters())) for one in modules]
         self._probed = set({key: number for number, key in enumerate(alike)}.values())
         """The units that keep all at first, the last ones: inputs of the first ones may need no gradient."""
-        distinct = {key: _Alike(self._device) for key in alike}
-        self._kinds = [distinct[key] for key in alike]
-        """Of each unit."""
+        self._kinds = [alike.index(key) for key in alike]
+        """Of each unit the first one that takes the same: of its class, with parameters of its sizes."""
+        self._watches = defaultdict[tuple[int, str, str], Stopwatch](partial(Stopwatch, self._device))
+        """Of the forwards F and the backwards B of a kind of units that keep all, or recompute."""
+        self._profiles: dict[int, UnitProfile] = {}
+        """Of each kind: the bytes of the forward that has kept most, without those that several units were
+        given."""
         for number, module in enumerate(modules):
             own = [units[0], by_module[module]]
-            changes.around(module, RECOMPUTE, functools.partial(self._chosen, number, module, own))
+            changes.around(module, RECOMPUTE, partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice that holds now comes last."""
         self._root = root = units[0].module
@@ -170,8 +139,10 @@ class Budget:
         """The plan of the chain, if that is what is run."""
         self._room = 0
         """The bytes that the last plan had for activations."""
-        if self._is_chain:
-            changes.around(root, "chain", self._chained)
+        if self._is_chain or self._device.type == "cpu":
+            changes.around(root, "budget", partial(self._rooted, units[0]))
+        self._of_root = 0
+        """On the CPU, where nobody counts a peak: the most bytes that the root and the loss need."""
         self._largest = [-1] * len(modules)
         """The most bytes of the tensors that each unit was given."""
         self._seen = -1
@@ -203,22 +174,19 @@ class Budget:
         self._steps = 0
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
-        self.tree, self._totals = None, []
+        self.tree, self._totals, self._of_root = None, [], 0
         self.seconds.clear()
-        self._given.clear()
         self.take_peak()
         self._name(KEEP if number in self._probed else RECOMPUTE for number in range(len(self._kinds)))
-        for kind in self._kinds:
-            kind.profile = UnitProfile(kept=None)
+        self._profiles.clear()
 
     def _chosen(
         self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         ways = {KEEP: forward, RECOMPUTE: checkpointed(module, forward)}
         if self._moving is not None:
-            offload = functools.partial(offloading, self._moving, units)
+            offload = partial(offloading, self._moving, units)
             ways |= {OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(ways[RECOMPUTE])}
-        flats = [buffer.full for unit in units for buffer in unit.buffers]
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if self.tree is not None or not torch.is_grad_enabled() or is_in_backward():
@@ -228,17 +196,19 @@ class Budget:
             name, kind = self._shown[number][-1], self._kinds[number]
             if self._moving is not None and name in (KEEP, RECOMPUTE):
                 self._moving.begin_segment()  # the copies of the unit before begin
-            if self._steps == PLANNED or name not in kind.watches:
+            if self._steps == PLANNED or name not in _TIMED:
                 return ways[name](*args, **kwargs)
             saved, shared = dict(given), self._given & given.keys()
             self._given |= given.keys()
             is_probed = self.plan is None and name == KEEP
-            with self._noting(saved, flats) if is_probed else nullcontext(), kind.watches[name][0]:
+            noting = self._noting(saved, units) if is_probed else nullcontext()
+            with noting, self._watches[kind, name, "F"]:
                 output = ways[name](*args, **kwargs)
-            self._time_backward(kind.watches[name][1], (args, kwargs), output)
+            self._time_backward(self._watches[kind, name, "B"], (args, kwargs), output)
             if is_probed:
                 found = _profile(saved, given, output, shared)
-                kind.profile = max(kind.profile, found, key=lambda one: one.kept or 0)
+                known = self._profiles.get(kind, found)
+                self._profiles[kind] = max(known, found, key=lambda one: one.kept or 0)
             return output
 
         return chosen
@@ -250,14 +220,27 @@ class Budget:
             if self.plan is not None:
                 self._restart()
 
-    def _chained(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def chained(input: Any) -> Any:  # as Sequential calls it
+    def _rooted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def rooted(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
-                return forward(input)
-            self._enter(0, _bytes_of(input))
-            return forward(input) if self.tree is None else self._run(self.tree, input)
+                return forward(*args, **kwargs)
+            if self._is_chain:
+                self._enter(0, _bytes_of(args))
+            if self.tree is not None:
+                return self._run(self.tree, *args)  # as Sequential is called
+            if self.plan is not None or self._device.type != "cpu":
+                return forward(*args, **kwargs)
+            saved = dict[int, int]()
+            with self._noting(saved, [unit]):
+                output = forward(*args, **kwargs)
+            own = [num for key, num in saved.items() if key not in self._given]
+            made, largest = sum(_bytes_of(output).values()), max(own, default=0)
+            # A loss, inside or outside, saves as much as the logits, and its backward makes that twice.
+            needs = sum(own) + max(0, made - largest) + 2 * max(made, largest)
+            self._of_root = max(self._of_root, needs)
+            return output
 
-        return chained
+        return rooted
 
     def _run(self, tree: Tree, x: Any) -> Any:
         for part in tree:
@@ -265,34 +248,32 @@ class Budget:
                 x = self._modules[part](x)
             else:
                 inside = nn.ModuleList(self._modules[number] for number, _ in _depths(part))
-                x = checkpointed(inside, functools.partial(self._run, part))(x)
+                x = checkpointed(inside, partial(self._run, part))(x)
         return x
 
-    def _noting(self, storages: dict[int, int], flats: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Note the storages of tensors that autograd saves, but for those of parameters."""
-        left_out = {flat.untyped_storage()._cdata for flat in flats}
+    def _noting(self, storages: dict[int, int], units: Iterable[Unit]) -> AbstractContextManager[None]:
+        """Note the storages of tensors that autograd saves, but for those of the parameters of units."""
+        left_out = storages_of(units)
 
         def pack(tensor: Tensor) -> Callable[[], Tensor]:
             storage = tensor.untyped_storage()
             if storage._cdata not in left_out and tensor.device.type == self._device.type:
                 storages.setdefault(storage._cdata, storage.nbytes())
-            alias = tensor.detach()
-            return functools.partial(checked, alias, alias._version)
+            return kept_near(tensor)
 
         return saved_tensors_hooks(pack, lambda saved: saved())
 
     def _time_backward(self, watch: Stopwatch, given: Any, output: Any) -> None:
         """Time the backward of a forward, from the gradient of its output to the gradient of its input."""
         made, inputs = (
-            [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.requires_grad]
-            for values in (output, given)
+            [one for one in find_tensors(values)[0] if one.requires_grad] for values in (output, given)
         )
         begins: list[Any] = []
 
         def begin(_: Tensor) -> None:
             begins.append(watch.point())
             if self._begun is not None:
-                at_end_of_backward(functools.partial(self._watch.add, self._begun))
+                at_end_of_backward(partial(self._watch.add, self._begun))
                 self._begun = None
 
         if made:
@@ -310,52 +291,59 @@ class Budget:
             return
         if has_stepped:
             self._steps += 1
-            names, totals = self.names, self._watch.read()
-            is_first = self._steps == 1  # it compiles, loads kernels and maps memory
-            self._totals += [] if is_first or self.tree is not None else [(names, one) for one in totals]
-            for kind in {*self._kinds}:
-                kind.read(drops=is_first)
+            totals, self._watch = self._watch.read(), Stopwatch(self._device)
+            if self._steps == 1:  # it compiles, loads kernels and maps memory
+                self._watches.clear()
+            elif self.tree is None:
+                self._totals += [(self.names, one) for one in totals]
             if self._steps >= PROBED:
                 self._plan()
         if self._in_flight == 1:  # else other forwards come before the backward
             self._begun = self._watch.point()
 
+    def _measured(self, kind: int) -> UnitProfile:
+        """Return the bytes of a kind of units along with the medians of seconds."""
+        keep, again = ([self._watches[kind, name, part].read() for part in "FB"] for name in _TIMED)
+        forward = median(keep[0] or again[0] or [0.0])
+        backward = median(keep[1] or [2 * forward])  # its input needs no gradient
+        # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
+        more = sum(map(median, again)) - forward - backward if all(again) else forward
+        profile = self._profiles.get(kind, UnitProfile(kept=None))
+        return replace(profile, forward=forward, backward=backward, again=max(more, forward / 2))
+
     def _plan(self) -> None:
         is_first = self._steps == PROBED
         if self._moving is not None and is_first:
             self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
-        measured = [kind.measured() for kind in self._kinds]
-        found = measured, self._link, self.take_peak(), self._largest[:1]
+        measured = list(map(self._measured, self._kinds))
+        found = measured, self._link, self.take_peak() + self._of_root, self._largest[:1]
         everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
         measured, link, others, largest = everyone[0]
-        costs, link = [one.costs(link) for one in measured], link or NO_LINK
+        units, link = [one.options(link) for one in measured], link or NO_LINK
 
         def taken(names: Sequence[str]) -> KeepingPlan:
-            options = [
-                next((option for option in unit.options if option.name == name), unit.options[0])
-                for unit, name in zip(costs, names, strict=True)
-            ]
-            return simulate(costs, options, self.num_bytes, link)
+            both = zip(units, names, strict=True)
+            options = [next((one for one in unit if one.name == name), unit[0]) for unit, name in both]
+            return simulate(options, self.num_bytes, link)
 
         if self._device.type != "cpu":
             others -= round(self._in_flight * (taken(self.names).peak if self.tree is None else self._room))
         self._room = room = int((self.num_bytes - others) / self._in_flight)
-        self.plan, self.tree = choose_keeping(costs, room, link), None
+        self.plan, self.tree = choose_keeping(units, room, link), None
         self._name(option.name for option in self.plan.options)
-        times: Iterable[float] = self.plan.times
-        is_chain = self._is_chain and all(one.kept is not None for one in measured)
-        stages = [replace(one, forward=one.again) for one in measured]
-        chain = plan_chain(stages, largest[0], room) if is_chain else None
-        firsts = sum(one.forward - one.again for one in measured)
-        limit = self.plan.seconds * (1 - _GAIN) if self.plan.peak <= room else math.inf
-        if chain is not None and chain.seconds + firsts < limit:
+        times, tree = self.plan.times, None
+        if self._is_chain and all(one.kept is not None for one in measured):
+            tree = plan_chain([replace(one, forward=one.again) for one in measured], largest[0], room)
+        if tree is not None:
+            depths = dict(_depths(tree))
+            nested = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
             # Rotor's plan, where a choice for each unit is slower or does not fit.
-            self.tree, depths = chain.tree, dict(_depths(chain.tree))
-            self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
-            times = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
-        elif self.plan.peak > room and is_first:
-            own_bytes = self._in_flight * self.plan.peak
-            budget, rest, own = map(format_bytes, (self.num_bytes, others, own_bytes))
+            if self.plan.peak > room or sum(nested) < self.plan.seconds * (1 - _GAIN):
+                self.tree, times = tree, nested
+                self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
+        if self.tree is None and self.plan.peak > room and is_first:
+            peak = self._in_flight * self.plan.peak
+            budget, rest, own = map(format_bytes, (self.num_bytes, others, peak))
             warn_user(
                 f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
                 f"activations {own} even where units recompute. Take fewer samples, or "
@@ -413,19 +401,18 @@ def budget_of(given: float | None, device: torch.device) -> int:
     Raises:
         ValueError: a share of the memory of the CPU, which others use, too.
     """
-    if given is not None and given > 1:
-        return int(given)
+    share = SHARE if given is None else given
+    if share > 1:
+        return int(share)
     if device.type == "cpu":
         raise ValueError("memory_budget: expected bytes on the CPU, such as '8GB', got a share")
-    _, total = torch.accelerator.get_memory_info(device)
-    return int((SHARE if given is None else given) * total)
+    return int(share * torch.accelerator.get_memory_info(device)[1])
 
 
 def _bytes_of(values: Any) -> dict[int, int]:
     """The bytes of the tensors among some values, by storage; of a larger storage those that they show."""
     found = Counter[int]()
-    for tensor in pytree.tree_leaves(values):
-        if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = min(storage.nbytes(), found[storage._cdata] + tensor.nbytes)
+    for tensor in find_tensors(values)[0]:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = min(storage.nbytes(), found[storage._cdata] + tensor.nbytes)
     return found

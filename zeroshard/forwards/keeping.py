@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT = "keep", "recompute", "offload", "offlo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A way in which a unit may keep what its backward needs."""
+    """A way in which a unit may keep what its backward needs. Of equal ones the first is taken."""
 
     name: str
     held: int = 0
@@ -80,22 +80,17 @@ class Option:
     working: int
     """The most bytes while the forward or backward of the unit runs, at least held + moved. The bytes that it
     saves count, those of units before it do not."""
-    forward: float = 0.0
-    """Seconds that it adds to the forward."""
-    backward: float = 0.0
-    """Seconds that it adds to the backward: a second forward, with its gather if there is one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitCosts:
-    """The costs of a unit, measured where it keeps all on the device."""
-
     forward: float
     """Seconds of the forward; with sharded parameters those of the gather, if these are more."""
     backward: float
-    """Seconds of the backward."""
-    options: tuple[Option, ...]
-    """The ways to choose from. Of equal ones the first is taken."""
+    """Seconds of the backward where the unit keeps all."""
+    again: float = 0.0
+    """Seconds that it adds to the backward: a second forward, with its gather if there is one, and waits."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the forward and backward."""
+        return self.forward + self.backward + self.again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +105,20 @@ class Link:
         """Seconds of a byte on its way to the host and back."""
         return 1 / self.to_host + 1 / self.from_host
 
-    def beside(self, unit: UnitCosts, option: Option) -> float:
-        """Return the bytes that can leave beside the forward of a unit, and come back beside its backward."""
-        leave = self.to_host * (unit.forward + option.forward)
-        return min(leave, self.from_host * (unit.backward + option.backward))
+    def copies(self, held: Any, waiting: Any, option: Option, budget: int) -> tuple[Any, Any]:
+        """Return the bytes that still wait when a forward begins, and those of them that leave beside it.
+
+        As many come back beside the backward. Bytes that there is no room for leave before the forward.
+
+        Args:
+            held: bytes that units before keep; a number or an array.
+            waiting: bytes that wait to leave; the same.
+            option: the option of the unit.
+            budget: bytes that the device has for activations.
+        """
+        stays = np.maximum(np.minimum(waiting, budget - held - option.working), 0.0)
+        back = self.from_host * (option.backward + option.again)
+        return stays, np.minimum(stays, min(self.to_host * option.forward, back))
 
 
 NO_LINK = Link(to_host=1.0, from_host=1.0)
@@ -146,48 +151,42 @@ class UnitProfile:
     again: float = 0.0
     """Seconds that a recomputation adds."""
 
-    def costs(self, link: Link | None) -> UnitCosts:
-        """Return the costs of a unit that keeps, recomputes, or sends to the host.
+    def options(self, link: Link | None) -> Sequence[Option]:
+        """Return the ways of a unit: it keeps, recomputes, or sends to the host.
 
         Args:
             link: the link to the host, if activations may go there. Compute waits for the copies of a unit
                 beside the next one, so what a forward or backward leaves of their time is lost.
         """
-        kept = self.kept or 0
+        kept, forward, backward = self.kept or 0, self.forward, self.backward
         working = max(self.working, kept)
-        options = [
-            Option(name=KEEP, held=kept, working=working),
-            Option(name=RECOMPUTE, held=self.inputs, working=working, backward=self.again),
-        ]
-        if link is not None:
-            for name, num, more in ((OFFLOAD, self.moved, 0.0), (OFFLOAD_INPUT, self.inputs, self.again)):
-                options.append(
-                    Option(
-                        name=name,
-                        held=kept - num if name == OFFLOAD else 0,
-                        moved=num,
-                        working=working,
-                        forward=max(0.0, num / link.to_host - self.forward),
-                        backward=more + max(0.0, num / link.from_host - self.backward),
-                    )
-                )
-        offered = options[1:2] if self.kept is None else options
-        return UnitCosts(forward=self.forward, backward=self.backward, options=tuple(offered))
+        keep = Option(name=KEEP, held=kept, working=working, forward=forward, backward=backward)
+        again = replace(keep, name=RECOMPUTE, held=self.inputs, again=self.again)
+        if self.kept is None:
+            return [again]
+        found = [keep, again]
+        for base, name, num in ((keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)):
+            if link is not None:
+                longer = forward + max(0.0, num / link.to_host - forward)
+                more = base.again + max(0.0, num / link.from_host - backward)
+                moved = replace(base, name=name, held=base.held - num, moved=num)
+                found.append(replace(moved, forward=longer, again=more))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingPlan:
     """The options of all units, in the order of the forward, and the step that follows from them."""
 
-    options: tuple[Option, ...]
-    times: tuple[float, ...]
+    options: Sequence[Option]
+    times: Sequence[float]
     """Seconds of the forward and backward of each unit, with its waits."""
     peak: int
     """The most bytes at once."""
-    before: tuple[float, ...]
+    before: Sequence[float]
     """For each unit: bytes for which compute waits. They leave before its forward and come back after its
     backward."""
-    beside: tuple[float, ...]
+    beside: Sequence[float]
     """For each unit: bytes that leave beside its forward and come back beside its backward."""
 
     @property
@@ -196,36 +195,26 @@ class KeepingPlan:
         return sum(self.times)
 
 
-def simulate(units: Sequence[UnitCosts], options: Sequence[Option], budget: int, link: Link) -> KeepingPlan:
+def simulate(options: Sequence[Option], budget: int, link: Link) -> KeepingPlan:
     """Return the step of a model whose units have taken these options, event by event; see [Note: Mirror].
 
     This defines the time and memory of a plan. A peak above the budget means that waiting was not enough.
 
     Args:
-        units: the costs of all units, in the order of the forward.
-        options: the option of each unit.
+        options: the option of each unit, in the order of the forward.
         budget: bytes that the device has for activations.
         link: the link to the host.
     """
-    before, beside, times = [], [], []
-    peak = held = waiting = 0.0
-    for unit, option in zip(units, options, strict=True):
-        before.append(min(waiting, max(0.0, waiting + held + option.working - budget)))
-        waiting -= before[-1]
-        peak = max(peak, held + waiting + option.working)
-        beside.append(min(waiting, link.beside(unit, option)))
-        own = unit.forward + option.forward + unit.backward + option.backward
-        times.append(own + before[-1] * link.both_ways)
-        waiting += option.moved - beside[-1]
-        held += option.held
+    before, beside, peak, held, waiting = list[float](), list[float](), 0.0, 0, 0.0
+    for option in options:
+        stays, leaves = map(float, link.copies(held, waiting, option, budget))
+        peak = max(peak, held + stays + option.working)
+        before.append(waiting - stays)
+        beside.append(leaves)
+        held, waiting = held + option.held, stays - leaves + option.moved
     # By [Note: Mirror] the device holds the same bytes during the backward.
-    return KeepingPlan(
-        options=tuple(options),
-        times=tuple(times),
-        peak=math.ceil(peak),
-        before=tuple(before),
-        beside=tuple(beside),
-    )
+    times = [one.seconds + waits * link.both_ways for one, waits in zip(options, before, strict=True)]
+    return KeepingPlan(options=options, times=times, peak=math.ceil(peak), before=before, beside=beside)
 
 
 class Interval(NamedTuple):
@@ -237,21 +226,20 @@ class Interval(NamedTuple):
     end: float
 
 
-def time_line(units: Sequence[UnitCosts], plan: KeepingPlan, link: Link) -> Iterator[Interval]:
+def time_line(plan: KeepingPlan, link: Link) -> Iterator[Interval]:
     """Yield all that compute and the link do in a step: F forward, F1 forward again, B backward, > < copies.
 
     Args:
-        units: the costs of all units, in the order of the forward.
-        plan: their plan.
+        plan: the plan of all units.
         link: the link to the host.
     """
     forward, backward = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
-    for unit, option, before, beside in zip(units, plan.options, plan.before, plan.beside, strict=True):
+    for option, before, beside in zip(plan.options, plan.before, plan.beside, strict=True):
         again = "F1" if option.name in (RECOMPUTE, OFFLOAD_INPUT) else ""
         leave, back = before / link.to_host, before / link.from_host
-        forward += [("", leave, leave), ("F", unit.forward + option.forward, beside / link.to_host)]
-        backward += [("", back, back), ("B", unit.backward, beside / link.from_host)]
-        backward.append((again, option.backward, 0.0))
+        forward += [("", leave, leave), ("F", option.forward, beside / link.to_host)]
+        backward += [("", back, back), ("B", option.backward, beside / link.from_host)]
+        backward.append((again, option.again, 0.0))
     now = 0.0
     for arrow, parts in ((">", forward), ("<", backward[::-1])):
         for label, seconds, copies in parts:
@@ -262,55 +250,53 @@ def time_line(units: Sequence[UnitCosts], plan: KeepingPlan, link: Link) -> Iter
             now += seconds
 
 
-def choose_keeping(
-    units: Sequence[UnitCosts], budget: int, link: Link, num_slots: int = SLOTS
-) -> KeepingPlan:
+def choose_keeping(units: Sequence[Sequence[Option]], budget: int, link: Link) -> KeepingPlan:
     """Return the fastest plan within a budget, by dynamic programming; see [Note: Exact up to a grid].
 
     Args:
-        units: the costs of all units, in the order of the forward.
+        units: the options of each unit, in the order of the forward.
         budget: bytes that the device has for activations. If no plan fits into them, the least budget into
             which one fits is taken: the peak of the plan is above `budget` then.
         link: the link to the host.
-        num_slots: parts of the budget that states are told apart by.
     """
     needs = [0]
     for unit in reversed(units):
-        needs.append(min(max(option.working, option.held + needs[-1]) for option in unit.options))
+        needs.append(min(max(option.working, option.held + needs[-1]) for option in unit))
     budget = max(budget, needs[-1])
-    states = np.zeros((3, 1))
-    trail: list[tuple[Any, Any]] = []
+    states, trail = np.zeros((3, 1)), list[Any]()
     for unit, need in zip(units, reversed(needs[:-1]), strict=True):
-        reached, origins, taken = [], [], []
-        for number, option in enumerate(unit.options):
-            fits = states[0] + np.maximum(option.working, option.held + need) <= budget
-            reached.append(_advance(states[:, fits], unit, option, budget, link))
-            origins.append(fits.nonzero()[0])
-            taken.append(np.full(len(origins[-1]), number))
-        states = np.concatenate(reached, axis=1)
-        best = _select(states, max(budget, 1) / num_slots, link)
-        states = states[:, best]
-        trail.append((np.concatenate(origins)[best], np.concatenate(taken)[best]))
-    options, place = [], int(states[2].argmin())
-    for unit, (origin, number) in zip(reversed(units), reversed(trail), strict=True):
-        options.append(unit.options[number[place]])
-        place = origin[place]
-    return simulate(units, options[::-1], budget, link)
+        ways = [_advance(states, number, option, need, budget, link) for number, option in enumerate(unit)]
+        reached = np.concatenate(ways, axis=1)
+        states = reached[:, _select(reached, max(budget, 1) / SLOTS, link)]
+        trail.append(states[3:].astype(np.int64))
+    options, place = list[Option](), int(states[2].argmin())
+    for unit, taken in zip(reversed(units), reversed(trail), strict=True):
+        place, number = taken[:, place]
+        options.append(unit[number])
+    return simulate(options[::-1], budget, link)
 
 
-def _advance(states: Any, unit: UnitCosts, option: Option, budget: int, link: Link) -> Any:
-    """Return states (held, waiting, seconds) [3, n] after the forward of a unit; seconds of both ways."""
-    held, waiting, seconds = states
-    stays = np.minimum(waiting, budget - held - option.working)
-    own = unit.forward + option.forward + unit.backward + option.backward
-    own += option.moved * link.both_ways * _COPYING
-    beside = np.minimum(stays, link.beside(unit, option))
+def _advance(states: Any, number: int, option: Option, need: int, budget: int, link: Link) -> Any:
+    """Take an option of a unit, by its number, where it fits.
+
+    Args:
+        states: (held, waiting, seconds, ...) [3 or more, n] before the forward; seconds of both ways.
+        need: the least bytes that the units after it need.
+
+    Returns:
+        (held, waiting, seconds, place before, number) [5, n] after the forward.
+    """
+    fits = (states[0] + np.maximum(option.working, option.held + need) <= budget).nonzero()[0]
+    held, waiting, seconds = states[:3, fits]
+    stays, leaves = link.copies(held, waiting, option, budget)
+    own = option.seconds + option.moved * link.both_ways * _COPYING
     seconds = seconds + (waiting - stays) * link.both_ways + own
-    return np.stack([held + option.held, stays - beside + option.moved, seconds])
+    taken = np.full(len(fits), number)
+    return np.stack([held + option.held, stays - leaves + option.moved, seconds, fits, taken])
 
 
 def _select(states: Any, slot: float, link: Link) -> Any:
-    """Return the numbers of the states [3, n] that are fastest in their cell and no worse than any other."""
+    """Return the numbers of the states [5, n] that are fastest in their cell and no worse than any other."""
     held = (states[0] / slot).astype(np.int64)
     waiting = (states[1] / max(states[1].max() / WAITING_SLOTS, 1e-9)).astype(np.int64)
     order = states[2].argsort(kind="stable")[::-1]  # of several values for a cell the last one stays
@@ -335,16 +321,7 @@ Nested checkpoints carry it out: a checkpoint around a tree inside keeps its inp
 """
 
 
-class ChainPlan(NamedTuple):
-    """The fastest sequence."""
-
-    seconds: float
-    tree: Tree
-
-
-def plan_chain(
-    stages: Sequence[UnitProfile], input_bytes: int, budget: int, num_slots: int = SLOTS
-) -> ChainPlan | None:
+def plan_chain(stages: Sequence[UnitProfile], input_bytes: int, budget: int) -> Tree | None:
     """Return the fastest sequence whose bytes stay within a budget; None if no sequence does.
 
     It takes O(L^3 slots) for L stages. Sizes are rounded up to slots: with integer sizes and no more bytes
@@ -354,16 +331,15 @@ def plan_chain(
         stages: the stages, in the order of the forward.
         input_bytes: bytes of the input of the first stage, which is there from begin to end.
         budget: bytes that the device has for the input, activations and gradients of the chain.
-        num_slots: parts of the budget that sizes are counted in.
     """
 
     def slots(size: int) -> int:
-        return size if budget <= num_slots else -(-size * num_slots // budget)
+        return size if budget <= SLOTS else -(-size * SLOTS // budget)
 
     num = len(stages)
     saved = [slots(stage.saved) for stage in stages]
     sizes = [slots(input_bytes), *(slots(stage.output) for stage in stages)]
-    room = min(budget, num_slots) - sizes[0]
+    room = min(budget, SLOTS) - sizes[0]
     if room < 0:
         return None
     shape = (num, num, room + 1)
@@ -388,8 +364,7 @@ def plan_chain(
             return [tree(first, split - 1, room), *tree(split, last, room - sizes[split])]
         return [first, *(tree(first + 1, last, room - saved[first]) if first < last else [])]
 
-    seconds = float(cost[0, -1, room])
-    return ChainPlan(seconds, tree(0, num - 1, room)) if math.isfinite(seconds) else None
+    return tree(0, num - 1, room) if math.isfinite(cost[0, -1, room]) else None
 
 
 def _later(costs: Any, num_slots: int) -> Any:

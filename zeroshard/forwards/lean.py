@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroshard.config.sections import Config
-from zeroshard.forwards.tiled import TILE_BYTES
+from zeroshard.forwards.tiled import rows_of_tile
 from zeroshard.forwards.wrapped import checkpointed
 from zeroshard.sharding.context import Changes
 
@@ -34,36 +34,28 @@ _WIDE = 6
 """Wide tensors of a tile in its backward: the four that are saved, and two gradients."""
 
 
-def lean_forwards(model: nn.Module, changes: Changes) -> None:
-    """Let gated MLPs and written-out GELUs of transformers save fewer tensors; others stay as they are.
+def change_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
+    """Let gated MLPs and written-out GELUs of transformers save fewer tensors, if the config says so.
 
-    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
-    5: recompute what takes much memory and little time.
-    """
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if "forward" in vars(module):  # somebody has set another one
-            continue
-        if type(module).__name__ in _WRITTEN_OUT:
-            changes.around(module, "lean", lambda _: functools.partial(F.gelu, approximate="tanh"))
-        elif _is_gated(type(module).forward) and _is_a_function(module.act_fn):
-            changes.around(module, "lean", functools.partial(_gated, module))
-
-
-def tile_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
-    """Let gated MLPs of transformers compute in tiles of tokens, if the config says so.
+    With recompute="lean" they do, and with `mlp.tiles` gated MLPs compute in tiles of tokens. Others stay as
+    they are. Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+    Models", section 5: recompute what takes much memory and little time.
 
     Raises:
-        ValueError: the model has none; a pipeline rank may have none.
+        ValueError: there are to be tiles, and the model has no gated MLP; a pipeline rank may have none.
     """
-    tiles = config.mlp.tiles
-    if tiles == "none":
-        return
-    own: Iterator[Any] = (m for m in model.modules() if "forward" not in vars(m) or m in changes.stacks)
-    found = [module for module in own if _is_gated(type(module).forward)]
-    for mlp in found:
-        changes.around(mlp, "tiles", functools.partial(_tiled, mlp, tiles))
-    if not found and config.mesh.pp == 1:
+    is_lean, tiles, found = config.recompute == "lean", config.mlp.tiles, False
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        is_gated, is_changed = _is_gated(type(module).forward), "forward" in vars(module)
+        if is_lean and not is_changed and type(module).__name__ in _WRITTEN_OUT:
+            changes.around(module, "lean", lambda _: functools.partial(F.gelu, approximate="tanh"))
+        elif is_lean and not is_changed and is_gated and _is_a_function(module.act_fn):
+            changes.around(module, "lean", functools.partial(_gated, module))
+        if tiles != "none" and is_gated and (not is_changed or module in changes.stacks):
+            changes.around(module, "tiles", functools.partial(_tiled, module, tiles))
+            found = True
+    if tiles != "none" and not found and config.mesh.pp == 1:
         raise ValueError(
             "config key 'mlp.tiles': expected gated MLPs of transformers, which compute down_proj(act_fn("
             f"gate_proj(x)) * up_proj(x)), got none in {type(model).__name__}: set it to 'none'"
@@ -77,11 +69,8 @@ def _tiled(mlp: Any, tiles: int | str, forward: Callable[[Tensor], Tensor]) -> C
         if not torch.is_grad_enabled():
             return forward(x)
         rows = x.reshape(-1, x.shape[-1])  # a batch of sequences, one of them, or one token
-        if isinstance(tiles, int):
-            size = -(-len(rows) // tiles)
-        else:
-            size = TILE_BYTES // (_WIDE * mlp.up_proj.out_features * x.element_size())
-        output = torch.cat([again(tile) for tile in rows.split(max(1, size))])
+        size = rows_of_tile(len(rows), tiles, _WIDE * mlp.up_proj.out_features * x.element_size())
+        output = torch.cat([again(tile) for tile in rows.split(size)])
         return output.view(*x.shape[:-1], output.shape[-1])
 
     return tiled

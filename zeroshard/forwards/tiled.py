@@ -12,13 +12,12 @@ Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Trainin
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.plan.layout import Span
 
@@ -109,8 +108,12 @@ class RowLoss:
         return gradient.mul_(factor.unsqueeze(1))
 
 
-class _TiledLoss(torch.autograd.Function):
-    """0-dim: the sum of the losses of all rows."""
+class TiledLoss(torch.autograd.Function):
+    """0-dim: the sum of the losses of all rows.
+
+    Its arguments have one dtype: hidden [N, d], weight [classes of this rank, d], bias or None; targets [N];
+    counts [N], True for rows that count; the loss of a row; the rows of a tile.
+    """
 
     @staticmethod
     def forward(
@@ -153,45 +156,19 @@ class _TiledLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("a loss in tiles has no second derivatives: expected create_graph=False")
 
-        def scaled(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            return (
-                None
-                if value is None
-                else torch.mul(value, gradient, out=torch.empty_like(value, dtype=dtype))
-            )
-
-        return *map(scaled, ctx.saved_tensors, ctx.dtypes), None, None, None, None
+        found = (
+            None if value is None else torch.mul(value, gradient, out=torch.empty_like(value, dtype=dtype))
+            for value, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *found, None, None, None, None
 
 
-def tiled_loss(
-    hidden: Tensor,
-    head: nn.Linear,
-    targets: Tensor,
-    loss: RowLoss,
-    *,
-    ignore_index: int,
-    tiles: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of rows, and how many rows count; both are 0-dim.
+def rows_of_tile(num: int, tiles: int | str, row_bytes: int) -> int:
+    """Return the rows of each tile.
 
     Args:
-        hidden: [N, d], the input of the head. It is cast to the dtype of the weight, or that of autocast.
-        head: the layer that gives logits; `weight` has the classes of this rank.
-        targets: [N], integers in [0, classes) or `ignore_index`.
-        loss: the loss of a row. A target that is no class gives no number.
-        ignore_index: the target of rows that do not count.
-        tiles: the tiles; None: as few as keep each one within `TILE_BYTES`.
+        num: all rows.
+        tiles: the tiles; "auto": as few as keep each one within `TILE_BYTES`.
+        row_bytes: the bytes of a row in a tile.
     """
-    kind, own_bias = hidden.device.type, head._parameters["bias"]
-    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else head.weight.dtype
-    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
-    bias = None if own_bias is None else own_bias.to(dtype)
-    if not torch.is_grad_enabled():  # a Function takes gradients of all that may need them
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    size = max(1, TILE_BYTES // (ROW_BYTES * len(weight))) if tiles is None else -(-len(hidden) // tiles)
-    counts = targets != ignore_index
-    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        total: Tensor = _TiledLoss.apply(hidden, weight, bias, targets, counts, loss, max(1, size))
-    is_none = counts & ((targets < 0) | (targets >= loss.num))
-    return total.masked_fill(is_none.any(), torch.nan), counts.sum()
+    return max(1, TILE_BYTES // row_bytes if isinstance(tiles, str) else -(-num // tiles))

@@ -64,12 +64,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.keeping import NO_LINK, Interval, Link, UnitProfile, choose_keeping, time_line
-from zeroshard.forwards.lean import lean_forwards, tile_mlps
+from zeroshard.forwards.lean import change_mlps
 from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.tiled import ROW_BYTES, TILE_BYTES
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
-from zeroshard.internals.nested import cast_inputs, cast_outputs
+from zeroshard.internals.nested import cast_inputs, cast_outputs, find_tensors
 from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.losses import tile_losses
@@ -224,10 +224,10 @@ class DryRun(NamedTuple):
         keep = sum(unit.forward + unit.backward for unit in self.units)
         if budget is None:
             return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1), ()
-        units, link = [unit.costs(self.link) for unit in self.units], self.link or NO_LINK
+        units, link = [unit.options(self.link) for unit in self.units], self.link or NO_LINK
         plan = choose_keeping(units, int(budget) - self.others, link)
         longer = plan.seconds / max(keep, 1) - 1
-        return plan.peak + self.others, longer, tuple(time_line(units, plan, link))
+        return plan.peak + self.others, longer, tuple(time_line(plan, link))
 
 
 def has_plan(config: Config) -> bool:
@@ -269,7 +269,7 @@ def dry_run(
         def end(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal after
             (after, done), (before, begun) = now(), begins.pop()
-            made = sum(one.nbytes for one in pytree.tree_leaves(output) if isinstance(one, Tensor))
+            made = sum(one.nbytes for one in find_tensors(output)[0])
             kept, working = max(after - before, made), inside - before
             units.append(_counted(done - begun, kept=kept, inputs=made, moved=kept, working=working))
 
@@ -408,9 +408,7 @@ def prepared(
             module._parameters[attribute] = local
     divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
     tile_losses(model, specs, config, changes)
-    if config.recompute == "lean":
-        lean_forwards(model, changes)
-    tile_mlps(model, config, changes)
+    change_mlps(model, config, changes)
     if config.recompute in RECOMPUTED and not has_plan(config):
         for module in _blocks(model, specs):
             # Autograd runs a recomputation outside of the mode of the run.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zeroshard.config.sections import Config
-from zeroshard.forwards.tiled import Row, RowLoss, tiled_loss
+from zeroshard.forwards.tiled import ROW_BYTES, Row, RowLoss, TiledLoss, rows_of_tile
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, copied, move
 from zeroshard.parallel.tensor.styles import Divided, Split
@@ -212,14 +213,18 @@ def tiled_cross_entropy(
         loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
     else:
         loss, hidden = classes.row_loss(label_smoothing, z_loss), copied(hidden, classes.over, classes.label)
-    total, num = tiled_loss(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head,
-        targets.flatten().long(),
-        loss,
-        ignore_index=ignore_index,
-        tiles=None if tiles == "auto" else int(tiles),
-    )
+    kind, weight, flat = hidden.device.type, head.weight, targets.flatten().long()
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else weight.dtype
+    leaves = [hidden.reshape(-1, hidden.shape[-1]), weight, head._parameters["bias"]]
+    if not torch.is_grad_enabled():  # a Function takes gradients of all that may need them
+        leaves = [None if one is None else one.detach() for one in leaves]
+    leaves = [None if one is None else one.to(dtype) for one in leaves]
+    counts, size = flat != ignore_index, rows_of_tile(len(flat), tiles, ROW_BYTES * len(weight))
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        total: Tensor = TiledLoss.apply(*leaves, flat, counts, loss, size)
+    is_none = counts & ((flat < 0) | (flat >= loss.num))
+    total, num = total.masked_fill(is_none.any(), torch.nan), counts.sum()
     if reduction == "sum":
         return total
     # As in torch, the mean of no rows is no number, and its gradients are 0.
@@ -269,33 +274,7 @@ def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations
             ModelLoss(owner, classes, layer.module, changes)
 
 
-class NoLogits:
-    """What stands for the logits in the output of a model that has not computed all of them. It is no tensor.
-
-    Args:
-        why: the refusal of any use as a tensor, with a remedy.
-    """
-
-    _why = "the output of a model that has not computed its logits"
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"no attribute {name!r}: {self._why}")
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(self._why)
-
-    @classmethod
-    def __torch_function__(cls, _: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise TypeError(next((one._why for one in args if isinstance(one, NoLogits)), cls._why))
-
-    __getitem__ = __len__ = __bool__ = __iter__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
-
-
-class DividedLogits(NoLogits):
+class DividedLogits:
     """Logits in the output of a model; each tensor rank has some tokens' logits. No tensor: `gather()` is.
 
     A part that looks like all logits would give wrong tokens without an error. To gather them only where they
@@ -303,11 +282,6 @@ class DividedLogits(NoLogits):
     """
 
     def __init__(self, part: Tensor, classes: Classes) -> None:
-        super().__init__(
-            "the logits of a model that computes its loss in training are divided over the tensor-parallel "
-            "ranks: call outputs.logits.gather() on all of them, or give a tp_plan with "
-            "'colwise_gather_output' for the head"
-        )
         self.part = part
         """[..., classes of this rank]."""
         self._classes = classes
@@ -319,10 +293,21 @@ class DividedLogits(NoLogits):
     def __repr__(self) -> str:
         return f"DividedLogits({list(self.part.shape)} of {self._classes.num} classes)"
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no attribute {name!r}: {_REFUSAL}")
 
-_TILED = (
-    "with loss.tiles the logits of a training batch with labels are never all there: call the model in "
-    "evaluation, or without labels, or set loss.tiles to 'none'"
+    @classmethod
+    def _refuse(cls, *_: Any) -> NoReturn:
+        raise TypeError(_REFUSAL)
+
+    __torch_function__ = _refuse
+    __getitem__ = __len__ = __bool__ = __iter__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
+
+
+_REFUSAL = (
+    "the logits of a model that computes its loss in training are divided over the tensor-parallel ranks: "
+    "call outputs.logits.gather() on all of them, or give a tp_plan with 'colwise_gather_output' for the head"
 )
 
 
@@ -330,6 +315,7 @@ class ModelLoss:
     """The loss of a causal language model of transformers, over divided logits, or in tiles.
 
     That is in training with labels. Without labels, and in evaluation, the head gives all logits as before.
+    The output of a model with tiles has None for its logits.
 
     Args:
         model: the model; the loss of transformers is what its `loss_function` gives. It gets this one.
@@ -428,11 +414,11 @@ class ModelLoss:
         loss, logits, *rest = output
         return loss, self._shown(logits), *rest
 
-    def _shown(self, logits: Tensor) -> NoLogits:
+    def _shown(self, logits: Tensor) -> DividedLogits | None:
         """What the output of the model has in the place of the logits."""
-        if self.tiles == "none" and self._classes is not None:
-            return DividedLogits(logits, self._classes)
-        return NoLogits(_TILED)
+        if self._classes is None or self.tiles != "none":
+            return None
+        return DividedLogits(logits, self._classes)
 
     def _at_last(self, model: nn.Module, args: Any, output: Any) -> None:
         self._is_own, self._hidden = False, None
@@ -446,22 +432,16 @@ def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, cha
     """
     if config.loss.tiles == "none":
         return
-    units = {part for spec in specs[1:] for part in spec.module.modules()}
-    models: Iterable[Any] = (m for m in model.modules() if hasattr(type(m), "get_output_embeddings"))
-    heads = {head: None for one in models if (head := one.get_output_embeddings()) is not None}
-    if any(isinstance(head, Absent) for head in heads):  # another pipeline rank has it
-        return
-    losses = (vars(module).get("_loss_function") for module in model.modules())
-    divided = {loss._computing_head: loss for loss in losses if isinstance(loss, ModelLoss)}
-    found = False
-    for head in heads:
-        owner = None if head in divided else causal_model(model, head)
-        is_patched = "forward" in vars(head) and head not in changes.stacks
-        if type(head) is not nn.Linear or is_patched or head in units:
+    units, found = {part for spec in specs[1:] for part in spec.module.modules()}, False
+    for owner, head in _models_with_heads(model):
+        if isinstance(head, Absent):  # another pipeline rank has it
+            return
+        loss, is_patched = vars(owner).get("_loss_function"), "forward" in vars(head)
+        if type(head) is not nn.Linear or (is_patched and head not in changes.stacks) or head in units:
             continue
-        if head in divided:
-            divided[head].tiles, found = config.loss.tiles, True
-        elif owner is not None and config.mesh.tp == 1:
+        if isinstance(loss, ModelLoss):  # of a divided head
+            loss.tiles, found = config.loss.tiles, True
+        elif config.mesh.tp == 1 and causal_model(owner, head) is owner:
             ModelLoss(owner, None, head, changes, config.loss.tiles)
             found = True
     if found:
@@ -480,14 +460,17 @@ def causal_model(root: nn.Module, head: nn.Module) -> nn.Module | None:
     Wrappers that hand on the attributes of a model are left out, and models that compute their loss without
     `loss_function`, as T5 does.
     """
-    for module in root.modules():
-        if not hasattr(type(module), "get_output_embeddings"):
-            continue
-        owner: Any = module
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    for owner, own in _models_with_heads(root):
+        code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
         calls_it = code is not None and "loss_function" in code.co_names
-        if not calls_it or owner.get_output_embeddings() is not head:
-            continue
-        if getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
-            return module
+        name = getattr(getattr(owner, "loss_function", None), "__name__", "")
+        if own is head and calls_it and name == "ForCausalLMLoss":
+            return owner
     return None
+
+
+def _models_with_heads(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    for module in root.modules():
+        get: Any = hasattr(type(module), "get_output_embeddings") and module.get_output_embeddings
+        if get and (head := get()) is not None:
+            yield module, head
