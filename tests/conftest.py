@@ -3,29 +3,25 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import settings
 
-from tests import seconds
-from tests.ranks import Ranks
-from tests.worker import ask_no_name_server
+from tests import forks, seconds
 
-# The ranks of a test share few cores, so an example's time says nothing; in CI, examples don't change.
-settings.register_profile("zeroshard", deadline=None, derandomize="CI" in os.environ)
-settings.register_profile("few examples", settings.get_profile("zeroshard"), max_examples=40)
-settings.load_profile("few examples")
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
 
-torch.set_num_threads(1)  # as in the ranks: two processes run tests, and a thread that waits is busy
-ask_no_name_server()
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # the scripts that tests start may ask one
+# Before anything is imported that reads them. The scripts that tests start may ask a name server.
+os.environ.update(forks.BEFORE_IMPORTS, RES_OPTIONS=os.environ.get("RES_OPTIONS", "timeout:1 attempts:2"))
+gc.disable()  # until all is collected: collections of garbage take a quarter of the imports' time
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Runs a function on several ranks: `ranks(2, function, *args)`. See `tests.ranks`."""
+    from tests.ranks import Ranks
+
     ranks = Ranks()
     yield ranks
     ranks.stop()
@@ -34,6 +30,8 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(autouse=True)
 def no_group_stays() -> Iterator[None]:
     """Destroy the process group that a test has opened in this process: the next one may need none."""
+    import torch.distributed as dist
+
     had_one = dist.is_initialized()
     yield
     if dist.is_initialized() and not had_one:
@@ -51,15 +49,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell tests, and the ranks that they start, to go through all stages; take as many examples as usual."""
+    """Tell tests, and the ranks that they start, to go through all stages; take as many examples as usual.
+
+    The process that only hands tests to those of pytest-xdist imports nothing: they wait for it.
+    """
     if config.option.all:
         os.environ["ALL_STAGES"] = "1"
-        settings.load_profile("zeroshard")
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    import torch
+    from hypothesis import settings
+
+    from tests.worker import ask_no_name_server
+
+    # The ranks of a test share few cores, so an example's time says nothing; in CI, examples don't change.
+    num_examples = {} if config.option.all else {"max_examples": 40}
+    settings.register_profile("zeroshard", deadline=None, derandomize="CI" in os.environ, **num_examples)
+    settings.load_profile("zeroshard")
+    torch.set_num_threads(1)  # as in the ranks: two processes run tests, and a thread that waits is busy
+    ask_no_name_server()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; leave out long ones that nobody asked for."""
+    import torch
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():  # keywords have tests/gpu, too
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -80,17 +95,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import without collections of garbage, which take a quarter of the time as nothing is freed.
-
-    All that has been imported is left out of each `gc.collect()` and `gc.get_objects()` of a test.
-    """
-    gc.disable()
+    """Leave all that has been imported out of each `gc.collect()` and `gc.get_objects()` of a test."""
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Have workers of pytest-xdist share forks of themselves; not on a GPU, which a test may have asked."""
+    if not (worker := getattr(session.config, "workerinput", None)):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        number = int(worker["workerid"].removeprefix("gw"))
+        with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            forks.share(worker["testrunuid"], number, worker["workercount"])
 
 
 def _holds_for(item: pytest.Item, mark: pytest.Mark) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from tests.forks import Fork, forker
+from tests.forks import Fork, forker_of_scripts
 from tests.ranks import _torchrun_environment
 
 AT_ONCE = 4
@@ -70,7 +70,7 @@ class Forks:
             json.dump((environment, script), source)
             source.flush()
             source.seek(0)
-            return forker(0).fork(source.fileno(), output.fileno(), b"script"), output
+            return forker_of_scripts().fork(source.fileno(), output.fileno(), b"script"), output
 
 
 @pytest.fixture

@@ -33,13 +33,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.forks import forker
+from tests.forks import NUM_FORKERS, forker
 from tests.worker import Failure, Reply, Worker, print_stacks
 
 LOAD_TIMEOUT = 300.0  # seconds, a process's start included
 GRACE = 5.0  # seconds for the other ranks, once one has failed
 KEPT = 4  # processes that stay for the next test
-NUM_FORKERS = 2  # neighbouring ranks have other orders of sets
 VALUE_CHARACTERS = 500  # of each local variable of a body that fails
 SHARES_GPU = os.environ.get("ZEROSHARD_SHARED_GPU") == "1"  # all ranks use the one GPU that there is
 if SHARES_GPU:
@@ -106,6 +105,8 @@ class Ranks:
         self._stop(self._workers)
 
     def _start(self, num_ranks: int) -> None:
+        for number in range(min(num_ranks, NUM_FORKERS)):  # they import at the same time
+            forker(number)
         for rank in range(len(self._workers), num_ranks):
             self._workers.append(Worker(forker(rank % NUM_FORKERS)))
 

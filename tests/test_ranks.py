@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import forks
 from tests import ranks as ranks_module
 from tests.ranks import RankError, Ranks, on_ranks
 
@@ -110,3 +116,35 @@ def test_a_body_that_fails_shows_its_local_variables_and_what_one_returns_is_wro
         body_that_fails(ranks)
     with pytest.raises(AssertionError, match="found on rank 1"):
         body_that_returns(ranks)
+
+
+PARENTS = """
+import json, os
+from pathlib import Path
+
+def parent():
+    return os.getppid()
+
+def test_parents(ranks):
+    Path(__file__).with_suffix(".json").write_text(json.dumps(ranks(3, parent)))
+"""
+
+
+@pytest.mark.long  # all workers of `make test` do so
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may be in use by the worker that forks")
+def test_workers_of_a_run_share_their_forks_and_leave_nothing(tmp_path: Path) -> None:
+    """Each file has ranks of its own, forks of two processes that both workers use."""
+    files = [tmp_path / f"test_{name}.py" for name in ("one", "other")]
+    for file in files:
+        file.write_text(PARENTS)
+    options = ["-n", "2", "--dist", "loadfile", "--testrunuid", tmp_path.name, "--rootdir", str(tmp_path)]
+    options += ["-p", "tests.conftest", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    code = f"import sys, pytest; sys.path = {sys.path!r}; sys.exit(pytest.main())"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(Path(forks.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code, *options, str(tmp_path)], env=environment, check=True)
+    one, other = (json.loads(file.with_suffix(".json").read_text()) for file in files)
+    assert one == other == [one[0], one[1], one[0]]
+    assert one[0] != one[1]
+    assert not any(map(psutil.pid_exists, one))
+    assert not any(forks.path(tmp_path.name, number).exists() for number in range(forks.NUM_FORKERS))

@@ -332,7 +332,7 @@ def test_the_command_prints_the_best_and_writes_a_config_that_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model, out = tmp_path / "config.json", tmp_path / "plan.json"
-    llama().config.to_json_file(model)
+    models.llama(blocks=2).config.to_json_file(model)
     arguments = ("--cluster", "2xCPU", "--tokens", 1024, "--length", 64, "--out", out)
     printed = shown(capsys, "plan", model, *arguments)
     assert "2 ranks of 2xCPU, predicted, not measured" in printed
