@@ -83,6 +83,7 @@ class Costs(NamedTuple):
     - link, relink: seconds in which parameters come to the device for a forward and a backward.
     - states: seconds of states and main parameters on their way to the device and back, once a step.
     - held, far: bytes on the device and on the host between steps, without padding of states.
+    - sums: bytes on the device more, if a step has several micro-batches.
     - unsharded: bytes of gathered parameters.
     """
 
@@ -97,6 +98,7 @@ class Costs(NamedTuple):
     states: Any
     step: Any
     held: Any
+    sums: Any
     far: Any
     unsharded: Any
 
