@@ -232,19 +232,19 @@ class Predictor:
         return (min(most, max(least, self.room - self.states(choice)[0].peak)),)
 
     def _kept(self, choice: Choice) -> tuple[Any, Any]:
-        """Return the bytes that each row keeps for a micro-batch, and those of its forward."""
-        own, rows = self.profile(choice.tp, choice.samples), self.rows(choice.tp, choice.pp > 1)
-        saved = np.floor(own.saved)
-        if choice.recompute == "none":
-            return saved, 0 * saved
-        return np.where(rows.is_unit, np.floor(own.given), saved), saved
+        """Return the bytes that each chunk keeps for a micro-batch, and those that ranks recompute."""
+        own, (chunks, ranks, _) = self.profile(choice.tp, choice.samples), self.within(_division_of(choice))
+        kept, given = np.floor(own.saved), np.floor(own.given)
+        if choice.recompute == "unit":
+            is_unit = self.rows(choice.tp, True).is_unit
+            return chunks @ np.where(is_unit, given, kept), (kept * (ranks @ chunks)).max(-1)
+        arrived = given[[run[0] for run in self.cut(len(chunks))[0]]]
+        return chunks @ kept + [0, *arrived[1:]], np.zeros(choice.pp)
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
-        kept, inside = self._kept(choice)
-        runs = self.cut(choice.pp * choice.chunks)[0]
-        counts = count_activations(self._schedule(choice), [int(kept[run].sum()) for run in runs])
-        again = (int(inside[own].max()) for own in self.rows_of_ranks(choice))
-        return tuple(map(sum, zip(counts.per_rank, again, strict=True)))
+        kept, again = self._kept(choice)
+        counts = count_activations(self._schedule(choice), kept.astype(int).tolist())
+        return tuple(map(sum, zip(counts.per_rank, again.astype(int).tolist(), strict=True)))
 
     def _schedule(self, choice: Choice) -> Schedule:
         """Return the schedule of a pipeline. Raises ValueError if there is none with these numbers."""
@@ -529,10 +529,11 @@ class Predictor:
         if pp == 1:
             least = "none" if how == "none" else "unit"
             return np.array([[self.usage(one.tp, least, one.samples)] for one in variants])
-        chunks, ranks, _ = self.within(division)
-        kept, inside = np.array([self._kept(one) for one in variants]).swapaxes(0, 1)
-        again = (inside[:, None] * (ranks @ chunks)).max(-1)
-        return (_in_flight(division, num) * (kept @ chunks.T)) @ ranks.T + again
+        kept, again = zip(*map(self._kept, variants), strict=True)
+        held: Any = (_in_flight(division, num) * np.array(kept)) @ self.within(division)[1].T + np.array(
+            again
+        )
+        return held
 
 
 def _in_flight(division: Choice, num: Any) -> Any:
@@ -563,6 +564,11 @@ _NOTHING = (0.0,) * len(Costs._fields)
 def _of_units(choice: Choice) -> Choice:
     """Return what the plans of units depend on."""
     return Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
+
+
+def _division_of(choice: Choice) -> Choice:
+    """Return the tensor and pipeline ranks, the schedule and the chunks alone."""
+    return Choice(tp=choice.tp, pp=choice.pp, schedule=choice.schedule, chunks=choice.chunks)
 
 
 def _kind_of(spec: UnitSpec) -> tuple[object, ...]:
