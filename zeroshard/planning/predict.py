@@ -31,7 +31,7 @@ from zeroshard.forwards.keeping import Interval
 from zeroshard.memory.activations import DryRun, without_memory
 from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank, setting_of
 from zeroshard.memory.tiered import States, bytes_sent, gradient_bytes, parameter_bytes
-from zeroshard.parallel.pipeline.actions import Schedule, loop
+from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
@@ -62,6 +62,10 @@ from zeroshard.planning.timeline import (
     Costs,
     Line,
     Prediction,
+    in_flight,
+    least_alone,
+    least_pipelined,
+    placement,
 )
 
 
@@ -463,46 +467,14 @@ class Predictor:
                 times = tuple(map(np.maximum, alone, beside))
             if pp == 1:
                 is_each = np.array([[self._reduces_each(Choice(stage=stage))] for stage, *_ in offers])
-                total = self._least_alone(own, starts, times, num, is_each)
+                total = least_alone(self.on_cpu, own, starts, times, num, is_each)
             else:
                 before = first[0], first[1] + share * first[2]
                 ahead, left = (np.cumsum(one, -1) - one + hops * np.arange(pp) for one in before)
-                total = ahead + self._least_pipelined(division, own, times, num, hops, left)
+                total = ahead + least_pipelined(self.on_cpu, division, own, times, num, hops, left)
             fits = self.fits(most, far)
             found.append((np.where(fits, (1 - 1e-9) * total.max(-1), np.inf), most))
         return np.array([one for one, _ in found]), np.array([one for _, one in found])
-
-    def _least_alone(self, own: Costs, start: Costs, times: tuple[Any, Any], num: Any, is_each: Any) -> Any:
-        """Return the least seconds without a pipeline, where forwards and backwards take so long at least.
-
-        The step follows the reduction of the first row, `start`, which nothing hides.
-        """
-        forward, back = times
-        reduces, more = own.reduce * np.where(is_each, num, 1), own.first - own.gather
-        if self.on_cpu:
-            return num * (forward + back) + reduces + more + own.step
-        network = num * (own.gather + own.regather) + reduces + more
-        reduced = np.maximum(num * forward + (num - 1) * back + own.regather + own.reduce, network)
-        reduced = np.maximum(num * (forward + back) + start.reduce, reduced * (start.reduce > 0))
-        return reduced + np.maximum(own.step, own.states)
-
-    def _least_pipelined(
-        self, division: Choice, own: Costs, times: tuple[Any, Any], num: Any, hops: Any, left: Any
-    ) -> Any:
-        """Return the least seconds of ranks from their first forward on; `left` is what others do after them.
-
-        In 1F1B rank r of p begins a forward when the backward of p - r micro-batches before has come back.
-        """
-        forward, back = times
-        each, tail = forward + back, own.step + (own.first - own.gather + own.reduce) * self.on_cpu
-        end = np.maximum(tail, left + tail[..., :1]) if division.schedule in _WHOLE else tail
-        if division.schedule not in ("1f1b", "zb-h1"):
-            return num * each + end
-        room = division.pp - np.arange(division.pp)
-        both = forward + (back if division.schedule == "1f1b" else back / 2)
-        trip = np.cumsum(both[..., ::-1], -1)[..., ::-1] + 2 * hops * (room - 1)
-        trips = (num - 1) // room
-        return np.maximum(num * each, trips * trip + np.maximum(trip, (num - trips * room) * each)) + end
 
     def _of_offers(self, tp: int, pp: int, offers: Sequence[Offer]) -> Any:
         """Return the costs of plans, [offers, fields of Costs, rows]."""
@@ -530,34 +502,12 @@ class Predictor:
             least = "none" if how == "none" else "unit"
             return np.array([[self.usage(one.tp, least, one.samples)] for one in variants])
         kept, again = zip(*map(self._kept, variants), strict=True)
-        held: Any = (_in_flight(division, num) * np.array(kept)) @ self.within(division)[1].T + np.array(
-            again
-        )
+        held: Any = (in_flight(division, num) * np.array(kept)) @ self.within(division)[1].T + np.array(again)
         return held
-
-
-def _in_flight(division: Choice, num: Any) -> Any:
-    """Return micro-batches that chunks hold when a rank holds most, or nearly, [..., chunks].
-
-    Args:
-        division: a schedule with its chunks.
-        num: numbers of micro-batches, [..., 1].
-    """
-    pp, rank, chunk = division.pp, np.array(placement(division)), np.arange(division.pp * division.chunks)
-    down = np.where(chunk < pp, 2 * pp - 1 - rank, rank + 1)
-    known = {"gpipe": num, "zb-h1": pp, "zbv": down}
-    if division.schedule in known:
-        return np.minimum(num, known[division.schedule] + 0 * rank)
-    size, hops = num // np.maximum(1, num // pp), 1 + (division.chunks > 1)  # as in `interleaved`
-    forwards = (division.chunks - 1) * size + 1 + hops * (pp - 1 - rank)
-    rounds, more = np.divmod(np.minimum(division.chunks * num, forwards), division.chunks * size)
-    return rounds * size + np.clip(more - chunk // pp * size, 0, size)
 
 
 Offer = tuple[int, tuple[str, str], int]
 """A stage, tiers as in `Choice`, and bits."""
-_WHOLE = ("1f1b", "gpipe", "interleaved")
-"""Schedules with whole backwards: that of the last micro-batch comes back through all ranks before."""
 _NOTHING = (0.0,) * len(Costs._fields)
 
 
@@ -582,12 +532,6 @@ def _kind_of(spec: UnitSpec) -> tuple[object, ...]:
         for one in spec.originals
     )
     return type(spec.module), *own
-
-
-def placement(choice: Choice) -> Sequence[int]:
-    """Return the pipeline rank of each chunk."""
-    down = range(choice.pp)
-    return (*down, *reversed(down)) if choice.schedule == "zbv" else loop(choice.pp, choice.chunks)
 
 
 _built = functools.lru_cache(maxsize=256)(build_schedule)
