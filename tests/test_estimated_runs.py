@@ -19,8 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import zeroshard
 from zeroshard.hf.pretrained import with_codes
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.activations import LiveBytes
+from zeroshard.memory.activations import LiveBytes, loss_of_tokens
 from zeroshard.optim import AdamW8bit
+from zeroshard.planning.machine import CLUSTERS
+from zeroshard.planning.predict import Predictor
+from zeroshard.planning.profile import Subject
+from zeroshard.planning.timeline import Choice
 
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
 SIZES |= {"vocab_size": 256, "max_position_embeddings": 64, "tie_word_embeddings": False, "use_cache": False}
@@ -244,3 +248,29 @@ def test_model_states_are_within_1_percent_and_activations_within_10(ranks, num_
     answers = ranks(num_ranks, measured, cases, path, timeout=300)
     together = zip(cases, *answers, strict=True)
     assert not [line for case, *own in together for line in wrong(num_ranks, case, own, path)]
+
+
+PIPELINES = {
+    Choice(stage=0, pp=2, schedule="gpipe", samples=SAMPLES): 0.03,
+    Choice(stage=1, pp=2, samples=SAMPLES): 0.03,
+    Choice(stage=2, pp=2, recompute="unit", samples=SAMPLES): 0.03,
+    # The gradient of an input frees a part of what the gradients of weights keep.
+    Choice(stage=1, pp=2, schedule="zb-h1", samples=SAMPLES): 0.05,
+    # Messages that come early wait; here they are large beside chunks of one layer.
+    Choice(stage=1, pp=2, schedule="interleaved", chunks=2, samples=SAMPLES): 0.05,
+}
+"""Plans of pipelines, and how far the bytes of a rank may be from what it holds, as a share."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("only", ["1f1b", "gpipe", "interleaved", "zb-h1"])
+def test_plans_of_pipelines_count_what_their_ranks_hold(ranks, only):
+    subject = Subject(build(), lambda num: loss_of_tokens((num, LENGTH)))
+    predictor = Predictor(subject, CLUSTERS["2xCPU"], SAMPLES * MICROBATCHES)
+    choices = [choice for choice in PIPELINES if choice.schedule == only]
+    answers = ranks(2, measured, [Case(predictor.config(choice)) for choice in choices], "", timeout=300)
+    for choice, *of_ranks in zip(choices, *answers, strict=True):
+        both = zip(predictor.states(choice), predictor.activations(choice), strict=True)
+        for got, (states, held) in zip(of_ranks, both, strict=True):
+            expected = pytest.approx(got.states + got.activations, rel=PIPELINES[choice])
+            assert states.total + held == expected

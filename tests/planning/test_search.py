@@ -29,7 +29,7 @@ from zeroshard.planning import search as planning
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
-from zeroshard.planning.search import draw, explain, places, search, table
+from zeroshard.planning.search import divisions, draw, explain, search, table
 from zeroshard.planning.timeline import RECOMPUTES, TIERS, Choice
 
 LENGTH = 64
@@ -217,27 +217,30 @@ def test_states_of_a_pipeline_are_those_of_the_estimate_within_three_percent(
 
 
 BITS = (32, 8)
+OFFERS = tuple(
+    (stage, tiers, bits)
+    for stage, tiers, bits in itertools.product(range(4), TIERS[:3], BITS)
+    if tiers[1] == "none" or stage == 3
+)
 
 
 def everything(own: Predictor) -> list[Choice]:
     """All configurations, made without the search."""
     return [
-        replace(place, tiers=tiers, recompute=recompute, bits=bits)
-        for place in places(own)
-        for recompute in RECOMPUTES
-        for tiers in TIERS[:3]
-        for bits in BITS
-        if (tiers[1] == "none" or place.stage == 3) and (place.pp == 1 or recompute != "auto")
+        replace(division, samples=num, recompute=recompute, stage=stage, tiers=tiers, bits=bits)
+        for division, samples in divisions(own)
+        for recompute, num in itertools.product(RECOMPUTES, samples)
+        for stage, tiers, bits in OFFERS
+        if division.pp == 1 or recompute != "auto"
     ]
 
 
-def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) -> None:
-    found = list(places(four))
-    assert len(found) == len(set(found))
+def test_divisions_are_those_of_the_ranks_and_the_samples(four: Predictor) -> None:
+    found = [(one.pp, one.tp, num) for one, samples in divisions(four) for num in samples if one.chunks == 1]
+    assert len(found) == len(set(found)) + 2 * len([one for one in set(found) if one[0] > 1])  # schedules
     for pp, tp, samples in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32)):
         exists = 4 % (pp * tp) == 0 and 16 * pp * tp % (4 * samples) == 0
-        stages = {one.stage for one in found if (one.pp, one.tp, one.samples) == (pp, tp, samples)}
-        assert stages == ({0, 1, 2, 3} if exists else set())
+        assert ((pp, tp, samples) in found) == exists
 
 
 @pytest.mark.long_where(samples=[16])
@@ -247,15 +250,19 @@ def test_places_are_all_divisions_of_the_ranks_and_the_samples(four: Predictor) 
 )
 def test_the_search_finds_what_all_predictions_find(vocabulary: int, room: int, samples: int) -> None:
     own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=room)), samples, vocabulary)
-    offers = tuple(itertools.product(TIERS[:3], BITS))
-    bounds = {place: own.bounds(place, offers) for place in places(own)}
+    near = {
+        division: (samples, own.bounds(division, samples, OFFERS)) for division, samples in divisions(own)
+    }
     exact: dict[Choice, float] = {}
     for choice in everything(own):
         with contextlib.suppress(ValueError):  # no such schedule
             found = own(choice)
             place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
-            at = RECOMPUTES.index(choice.recompute), offers.index((choice.tiers, choice.bits))
-            least, num_bytes = (one[at] for one in bounds[place])
+            division = Choice(tp=choice.tp, pp=choice.pp, schedule=choice.schedule, chunks=choice.chunks)
+            samples_of, bounds = near[division]
+            how, offer = RECOMPUTES.index(choice.recompute), (choice.stage, choice.tiers, choice.bits)
+            at = how, samples_of.index(choice.samples), OFFERS.index(offer)
+            least, num_bytes = (one[at] for one in bounds)
             assert num_bytes <= found.estimate.peak
             if own.fits(found.estimate.peak, found.estimate.host):
                 assert least <= found.seconds

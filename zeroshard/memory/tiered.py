@@ -121,13 +121,13 @@ def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States
     """Optimizer states of the rank that holds most."""
     ranks = np.arange(setting.sizes[DP_SHARD])
     total = np.zeros_like(ranks)
-    for buffer in buffers:
+    for buffer, times in Counter(buffers).items():  # alike ones are counted once
         size = buffer.layout.shard_size
         for index, whole in enumerate(buffer.layout.sizes) if buffer.trainable else ():
             span = buffer.layout.parameter(index)
             owned = np.minimum(span.stop, (ranks + 1) * size) - np.maximum(span.start, ranks * size)
             num = owned.clip(0) if buffer.is_partial else np.full_like(ranks, whole)
-            total += _bytes_of_a_state(buffer, num, whole, states)
+            total += times * _bytes_of_a_state(buffer, num, whole, states)
     return states.num * int(total.max())
 
 

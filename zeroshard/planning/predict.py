@@ -5,8 +5,9 @@ into the simulator of `parallel/pipeline/simulate.py`. Bytes are those of `zeros
 functions.
 
 [Note: Bounds] `Predictor.bounds` gives seconds and bytes that a prediction never goes below, for all variants
-of a place at once: the sums of the busiest resource of a pipeline rank, the forwards that its first
-micro-batch needs on other ranks, and the backwards that its last one leaves to them. So a search predicts few
+of a division at once: the sums of the busiest resource of a rank, with the gathers that nothing hides; in a
+pipeline also the forwards that its first micro-batch needs on other ranks, the backwards that its last one
+leaves to them, and the way of a micro-batch through the ranks and back. So a search predicts few
 configurations one by one, and finds the best of all.
 """
 
@@ -30,12 +31,12 @@ from zeroshard.forwards.keeping import Interval
 from zeroshard.memory.activations import DryRun, without_memory
 from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank, setting_of
 from zeroshard.memory.tiered import States, bytes_sent, gradient_bytes, parameter_bytes
-from zeroshard.parallel.pipeline.actions import Schedule, loop
+from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, longest_paths
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.exchange import Exchange
@@ -61,6 +62,10 @@ from zeroshard.planning.timeline import (
     Costs,
     Line,
     Prediction,
+    in_flight,
+    least_alone,
+    least_pipelined,
+    placement,
 )
 
 
@@ -104,7 +109,7 @@ class Predictor:
         self.usage, self._held = functools.cache(self._usage), functools.cache(self._held_in_pipeline)
         self._units, self._states = functools.cache(self._planned), functools.cache(self._estimated)
         self._plans, self.within = functools.cache(self._costs), functools.cache(self._within)
-        self._least, self._offered = functools.cache(self._least_held), functools.cache(self._of_offers)
+        self._offered = functools.cache(self._of_offers)
 
     def on(self, cluster: Cluster) -> Predictor:
         """Return what predicts for a cluster of as many ranks with other rates or memory."""
@@ -122,10 +127,18 @@ class Predictor:
         require_handed_on(chunked, torch.device("cpu"))
         return chunked.outline
 
+    @functools.cached_property
+    def names(self) -> Sequence[str]:
+        """The modules along which a pipeline cuts the model; none if it cannot."""
+        return names_in_order(self.subject.model)
+
+    @functools.cached_property
+    def units(self) -> Sequence[UnitSpec]:
+        """The units of the whole model, the root first."""
+        return specify_units(self.subject.model, Config.parse(self.subject.given))
+
     def _specs(self, tp: int) -> Sequence[UnitSpec]:
-        model = self.subject.model
-        specs = specify_units(model, Config.parse(self.subject.given))
-        return plan_division(model, specs, self.subject.tp_plan, tp).specs
+        return plan_division(self.subject.model, self.units, self.subject.tp_plan, tp).specs
 
     def _rows(self, tp: int, is_cut: bool) -> _Rows:
         model, parts = self.subject.model, list[UnitSpec]()
@@ -174,7 +187,7 @@ class Predictor:
         Raises:
             ValueError: the model cannot be cut, or has too few blocks.
         """
-        profile, names = self.profile(1, 1), names_in_order(self.subject.model)
+        profile, names = self.profile(1, 1), self.names
         places = [
             next((at for at, name in enumerate(names) if f"{row}.".startswith(f"{name}.")), len(names))
             for row in profile.names
@@ -194,14 +207,12 @@ class Predictor:
         chunks = list(zip(placement(choice), self.cut(choice.pp * choice.chunks)[0], strict=True))
         return [[row for place, run in chunks if place == rank for row in run] for rank in range(choice.pp)]
 
-    def _planned(self, choice: Choice) -> tuple[Setting, list[UnitPlan]]:
-        """Return the plans of all rows; alike ones are planned once."""
+    def _planned(self, choice: Choice) -> tuple[Setting, dict[int, UnitPlan]]:
+        """Return the plans of the first of all rows that are alike."""
         rows, config = self.rows(choice.tp, choice.pp > 1), self._parsed(replace(choice, tp=1, pp=1))
         mesh, num = Mesh(pp=choice.pp, tp=choice.tp), self.cluster.num_ranks
         setting = setting_of(config, num, host_computes=self.on_cpu, mesh=mesh)
-        plans = {row: plan_units([rows.specs[row]], setting)[0] for row in set(rows.alike)}
-        both = zip(rows.alike, rows.specs, strict=True)
-        return setting, [replace(plans[row], name=spec.name) for row, spec in both]
+        return setting, {row: plan_units([rows.specs[row]], setting)[0] for row in sorted({*rows.alike})}
 
     # -- bytes ------------------------------------------------------------------------------------------
 
@@ -225,19 +236,19 @@ class Predictor:
         return (min(most, max(least, self.room - self.states(choice)[0].peak)),)
 
     def _kept(self, choice: Choice) -> tuple[Any, Any]:
-        """Return the bytes that each row keeps for a micro-batch, and those of its forward."""
-        own, rows = self.profile(choice.tp, choice.samples), self.rows(choice.tp, choice.pp > 1)
-        saved = np.floor(own.saved)
-        if choice.recompute == "none":
-            return saved, 0 * saved
-        return np.where(rows.is_unit, np.floor(own.given), saved), saved
+        """Return the bytes that each chunk keeps for a micro-batch, and those that ranks recompute."""
+        own, (chunks, ranks, _) = self.profile(choice.tp, choice.samples), self.within(_division_of(choice))
+        kept, given = np.floor(own.saved), np.floor(own.given)
+        if choice.recompute == "unit":
+            is_unit = self.rows(choice.tp, True).is_unit
+            return chunks @ np.where(is_unit, given, kept), (kept * (ranks @ chunks)).max(-1)
+        arrived = given[[run[0] for run in self.cut(len(chunks))[0]]]
+        return chunks @ kept + [0, *arrived[1:]], np.zeros(choice.pp)
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
-        kept, inside = self._kept(choice)
-        runs = self.cut(choice.pp * choice.chunks)[0]
-        counts = count_activations(self._schedule(choice), [int(kept[run].sum()) for run in runs])
-        again = (int(inside[own].max()) for own in self.rows_of_ranks(choice))
-        return tuple(map(sum, zip(counts.per_rank, again, strict=True)))
+        kept, again = self._kept(choice)
+        counts = count_activations(self._schedule(choice), kept.astype(int).tolist())
+        return tuple(map(sum, zip(counts.per_rank, again.astype(int).tolist(), strict=True)))
 
     def _schedule(self, choice: Choice) -> Schedule:
         """Return the schedule of a pipeline. Raises ValueError if there is none with these numbers."""
@@ -261,8 +272,9 @@ class Predictor:
                 parts = chain.from_iterable(rows.specs[row].originals for row in own if not rows.is_unit[row])
                 originals = list({id(one): one for one in parts}.values())  # of tied parts each once
                 root = plan_units([replace(rows.specs[0], originals=originals)], setting)
-                part = [*root, *(units[row] for row in own if rows.is_unit[row])], 0
-                known[kinds] = estimate_of_rank(part, setting, config, states, DryRun())
+                others = ((units[rows.alike[row]], rows.specs[row]) for row in own if rows.is_unit[row])
+                part = [*root, *(replace(unit, name=spec.name) for unit, spec in others)]
+                known[kinds] = estimate_of_rank((part, 0), setting, config, states, DryRun())
             found.append(known[kinds])
         return found
 
@@ -284,20 +296,18 @@ class Predictor:
         tensor = cluster.exchange(own.sent, own.calls, span=choice.tp, adds=True) if choice.tp > 1 else 0.0
         return own.forward + tensor, own.backward + tensor
 
-    def _costs(self, choice: Choice, accumulates: bool) -> Any:
+    def _costs(self, choice: Choice) -> Any:
         """Return the costs of the plans of all rows, [fields of Costs, rows]; alike ones are counted once."""
         (setting, units), rows = self._units(_of_units(choice)), self.rows(choice.tp, choice.pp > 1)
-        last, found = int(rows.is_unit.sum()), dict[int, Any]()
-        for row in set(rows.alike):
-            is_root, unit = not rows.is_unit[row], units[row]
+        last, found = int(rows.is_unit.sum()), []
+        for row, unit in units.items():
+            is_root = not rows.is_unit[row]
             is_kept = unit.is_kept(setting.placements, is_root=is_root, ends_forward=row == last)
-            own = [self._cost(choice, one, setting, is_kept, accumulates) for one in unit.buffers]
-            found[row] = np.sum([_NOTHING, *own], 0)
-        return np.array([found[row] for row in rows.alike]).T
+            own = [self._cost(choice, one, setting, is_kept) for one in unit.buffers]
+            found.append(np.sum([_NOTHING, *own], 0))
+        return np.array(found)[np.searchsorted([*units], rows.alike)].T
 
-    def _cost(
-        self, choice: Choice, buffer: BufferPlan, setting: Setting, is_kept: bool, accumulates: bool
-    ) -> Costs:
+    def _cost(self, choice: Choice, buffer: BufferPlan, setting: Setting, is_kept: bool) -> Costs:
         total, item = buffer.layout.total, buffer.compute_dtype.itemsize
         sizes, machine = setting.sizes, self.cluster.machine
         wire, is_gathered = (buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize), not buffer.is_resident
@@ -315,8 +325,8 @@ class Predictor:
             return float(self.cluster.exchange(sent, len(path), span=span, adds=adds))
 
         def held(tier: Tier) -> float:
-            gradients = gradient_bytes(buffer, setting, 1 + accumulates, tier)
-            return parameter_bytes(buffer, tier) + gradients + width * unpadded * (buffer.state_tier is tier)
+            optimizer = width * unpadded * (buffer.state_tier is tier)
+            return parameter_bytes(buffer, tier) + gradient_bytes(buffer, setting, 1, tier) + optimizer
 
         first, link = exchange(buffer.gathers, item), buffer.main_size * item * is_far / slowest
         return Costs(
@@ -331,6 +341,7 @@ class Predictor:
             states=travelling / slowest,
             step=(2 * width * owned + 3 * main) / machine.bandwidth,
             held=held(Tier.DEVICE),
+            sums=gradient_bytes(buffer, setting, 2) - gradient_bytes(buffer, setting, 1),
             far=held(Tier.HOST),
             unsharded=total * item * is_gathered,
         )
@@ -339,7 +350,7 @@ class Predictor:
         """Return the costs of all rows as lists."""
         forward, backward = self.compute(choice)
         shared = replace(_of_units(choice), bits=choice.bits)
-        own = Costs(*self._plans(shared, self.num_microbatches(choice) > 1))
+        own = Costs(*self._plans(shared))
         left = self.room - self.states(choice)[0].peak if choice.recompute == "auto" else 0
         again = self._share(choice, left) * self.rows(choice.tp, choice.pp > 1).is_unit * forward
         own = own._replace(forward=forward, backward=own.backward + backward + again)
@@ -414,88 +425,100 @@ class Predictor:
 
     # -- bounds -----------------------------------------------------------------------------------------
 
-    def bounds(self, place: Choice, offers: tuple[tuple[tuple[str, str], int], ...]) -> tuple[Any, Any]:
-        """Return seconds and bytes that the variants of a place take at least; see [Note: Bounds].
+    def bounds(self, division: Choice, samples: Sequence[int], offers: tuple[Offer, ...]) -> tuple[Any, Any]:
+        """Return seconds and bytes that the variants of a division take at least; see [Note: Bounds].
 
         Args:
-            place: a configuration, without tiers and recomputation.
-            offers: pairs of tiers and bits, the nearest tiers first.
+            division: tensor and pipeline ranks, schedule and chunks.
+            samples: the samples of micro-batches.
+            offers: stages with tiers and bits.
 
         Returns:
-            Seconds and bytes, [recomputes, offers]; seconds are inf for variants that do not fit, and both
-            are nan for those that do not exist.
+            Seconds and bytes, [recomputes, samples, offers]; seconds are inf for variants that do not fit.
         """
-        num, pp = self.num_microbatches(place), place.pp
-        shared, within = _of_units(place), self.within(pp, place.chunks, place.schedule == "zbv", place.tp)
-        plans, runs = self._offered(shared, num > 1, offers), self.cut(pp * place.chunks)[0]
-        own = Costs(*np.swapaxes(plans @ within.T, 0, 1))
-        held = 0.99 * (own.held + (plans[:, -1, None] * within).max(-1))  # states have no padding
-        forward, backward = self.compute(place)
-        others = [(forward[run].sum(), backward[run].sum()) for run in runs[: pp - 1]]
-        ahead, left = np.cumsum([(0, 0), *others], 0).T
+        pp, places = division.pp, [replace(division, samples=one) for one in samples]
+        num = np.array(list(map(self.num_microbatches, places)))[:, None, None]
+        chunks, ranks, within = self.within(division)
+        runs, _ = self.cut(pp * division.chunks)
+        plans = self._offered(division.tp, pp, offers)
+        sums = plans @ within.T, *(plans[..., [run[at] for run in runs]] @ ranks.T for at in (0, -1))
+        own, starts, ends = (Costs(*one.swapaxes(0, 1)) for one in sums)  # [offers, pp] each
+        held = own.held + own.sums * (num > 1) + (plans[:, -1, None] * within).max(-1)
+        held, far = 0.99 * held, 0.99 * own.far.min(-1)  # states have no padding
+        both = np.array([self.compute(place) for place in places])
+        both = np.stack([*both.swapaxes(0, 1), both[:, 0] * self.rows(division.tp, pp > 1).is_unit])
+        seconds = forward, backward, again = (both @ within.T)[:, :, None]
+        hops, first = np.zeros(1), seconds
         if pp > 1:
-            ahead, left = (ahead, left) + self._transfer(place) * np.arange(pp)
-        each, once = own.gather + own.regather, own.first - own.gather
-        each, once = (each + own.reduce, once) if self._reduces_each(place) else (each, once + own.reduce)
-        tail = own.step + once * self.on_cpu
-        end = np.maximum(tail, left + tail[:, :1]) if place.schedule in _WHOLE else tail
-        seconds, peaks = np.full((2, len(RECOMPUTES), len(offers)), np.nan)
-        once_through = within @ (forward + backward) + own.backward
-        repeated = within @ (forward * self.rows(place.tp, pp > 1).is_unit)
-        for at, how in enumerate(RECOMPUTES[: 3 if pp == 1 else 2]):
-            choice = replace(place, stage=0, recompute=how)
-            peak = held + self._least(choice)
-            busy = once_through + self._share(choice, self.room - held) * repeated
-            busy = busy + each if self.on_cpu else np.maximum(busy, np.maximum(each, own.link))
-            total = ahead + num * busy + end
+            hops = np.array(list(map(self._transfer, places)))[:, None, None]
+            first = (both @ chunks[:pp].T)[:, :, None]
+        found = []
+        for how in RECOMPUTES[: 3 if pp == 1 else 2]:
+            variants = [replace(place, recompute=how) for place in places]
+            most = (held + self._least_held(division, variants, num[..., 0])[:, None]).max(-1)
+            shares = zip(variants, self.room - held, strict=True)
+            share = np.array([self._share(variant, left) + 0 * left for variant, left in shares])
+            back = backward + own.backward + share * again
+            if self.on_cpu:
+                times = forward + own.gather, back + own.regather
+            else:  # the first gather of a forward or a backward is not hidden
+                alone = forward + starts.link + starts.gather, back + ends.relink + ends.regather
+                beside = np.maximum(own.link, own.gather), np.maximum(own.relink, own.regather)
+                times = tuple(map(np.maximum, alone, beside))
             if pp == 1:
-                total = np.maximum(total, np.maximum(num * each + once, num * own.link + own.states))
-            peaks[at, : len(plans)] = most = peak.max(-1)
-            fits = self.fits(most, 0.99 * own.far.min(-1))
-            seconds[at, : len(plans)] = np.where(fits, (1 - 1e-9) * total.max(-1), np.inf)
-        return seconds, peaks
+                is_each = np.array([[self._reduces_each(Choice(stage=stage))] for stage, *_ in offers])
+                total = least_alone(self.on_cpu, own, starts, times, num, is_each)
+            else:
+                before = first[0], first[1] + share * first[2]
+                ahead, left = (np.cumsum(one, -1) - one + hops * np.arange(pp) for one in before)
+                total = ahead + least_pipelined(self.on_cpu, division, own, times, num, hops, left)
+            fits = self.fits(most, far)
+            found.append((np.where(fits, (1 - 1e-9) * total.max(-1), np.inf), most))
+        return np.array([one for one, _ in found]), np.array([one for _, one in found])
 
-    def _of_offers(
-        self, choice: Choice, accumulates: bool, offers: Sequence[tuple[tuple[str, str], int]]
-    ) -> Any:
-        """Return the costs of the plans of all offers that exist, [offers, fields of Costs, rows]."""
-        existing = [one for one in offers if choice.stage == 3 or one[0] in TIERS[:2]]
-        plans = (replace(choice, tiers=tiers, bits=bits) for tiers, bits in existing)
-        return np.array([self._plans(one, accumulates) for one in plans])
+    def _of_offers(self, tp: int, pp: int, offers: Sequence[Offer]) -> Any:
+        """Return the costs of plans, [offers, fields of Costs, rows]."""
+        keys = ("stage", "tiers", "bits")
+        offered = (Choice(tp=tp, pp=pp, **dict(zip(keys, one, strict=True))) for one in offers)  # type: ignore[arg-type]
+        return np.array([self._plans(one) for one in offered])
 
-    def _within(self, pp: int, chunks: int, is_v: bool, tp: int) -> Any:
-        """Return 1 for the rows of each pipeline rank, [pipeline ranks, rows]."""
-        is_unit = self.rows(tp, pp > 1).is_unit
-        place = Choice(pp=pp, chunks=chunks, schedule="zbv" if is_v else "1f1b")
-        found = np.zeros((pp, len(is_unit)))
-        for rank, own in zip(found, self.rows_of_ranks(place), strict=True):
-            rank[own] = 1
-        if is_v:  # the first rank has parts of the root at both ends, perhaps with the same parameters
-            found[0, ~is_unit] = 0
-        return found
+    def _within(self, division: Choice) -> tuple[Any, Any, Any]:
+        """Return 1 for the rows of each chunk, the chunks of each pipeline rank, and the rows of each."""
+        pp, is_unit = division.pp, self.rows(division.tp, division.pp > 1).is_unit
+        runs, _ = self.cut(pp * division.chunks)
+        chunks = np.zeros((len(runs), len(is_unit)))
+        for own, run in zip(chunks, runs, strict=True):
+            own[run] = 1
+        ranks = np.equal.outer(range(pp), placement(division)) * 1.0
+        within = ranks @ chunks
+        if division.schedule == "zbv":  # the first rank has both ends of the root, perhaps tied ones
+            within[0, ~is_unit] = 0
+        return chunks, ranks, within
 
-    def _least_held(self, place: Choice) -> Any:
-        """Return bytes of activations that each pipeline rank holds at least."""
-        if place.pp == 1:
-            return self.usage(place.tp, "none" if place.recompute == "none" else "unit", place.samples)
-        (kept, _), num, pp = self._kept(place), self.num_microbatches(place), place.pp
-        held = np.zeros(pp)
-        chunks = zip(placement(place), self.cut(pp * place.chunks)[0], strict=True)
-        for chunk, (rank, run) in enumerate(chunks):
-            first = pp if chunk < pp * (place.chunks - 1) else 0  # the last chunk of a rank comes after these
-            together = {"gpipe": num, "zbv": 2 * (pp - chunk) - 1, "interleaved": first}
-            held[rank] += max(0, min(num, together.get(place.schedule, pp - rank))) * kept[run].sum()
+    def _least_held(self, division: Choice, variants: Sequence[Choice], num: Any) -> Any:
+        """Return bytes of activations that pipeline ranks hold at least, [variants, pipeline ranks]."""
+        pp, how = division.pp, variants[0].recompute
+        if pp == 1:
+            least = "none" if how == "none" else "unit"
+            return np.array([[self.usage(one.tp, least, one.samples)] for one in variants])
+        kept, again = zip(*map(self._kept, variants), strict=True)
+        held: Any = (in_flight(division, num) * np.array(kept)) @ self.within(division)[1].T + np.array(again)
         return held
 
 
-_WHOLE = ("1f1b", "gpipe", "interleaved")
-"""Schedules with whole backwards: that of the last micro-batch comes back through all ranks before."""
+Offer = tuple[int, tuple[str, str], int]
+"""A stage, tiers as in `Choice`, and bits."""
 _NOTHING = (0.0,) * len(Costs._fields)
 
 
 def _of_units(choice: Choice) -> Choice:
     """Return what the plans of units depend on."""
     return Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
+
+
+def _division_of(choice: Choice) -> Choice:
+    """Return the tensor and pipeline ranks, the schedule and the chunks alone."""
+    return Choice(tp=choice.tp, pp=choice.pp, schedule=choice.schedule, chunks=choice.chunks)
 
 
 def _kind_of(spec: UnitSpec) -> tuple[object, ...]:
@@ -511,12 +534,6 @@ def _kind_of(spec: UnitSpec) -> tuple[object, ...]:
     return type(spec.module), *own
 
 
-def placement(choice: Choice) -> Sequence[int]:
-    """Return the pipeline rank of each chunk."""
-    down = range(choice.pp)
-    return (*down, *reversed(down)) if choice.schedule == "zbv" else loop(choice.pp, choice.chunks)
-
-
 _built = functools.lru_cache(maxsize=256)(build_schedule)
 
 
@@ -524,7 +541,7 @@ _built = functools.lru_cache(maxsize=256)(build_schedule)
 def _simulated(
     name: str, pp: int, num: int, chunks: int, costs: tuple[ActionCosts, ...]
 ) -> tuple[ScheduleTimes, float]:
-    found = simulate(_built(name, pp, num, chunks), costs)
+    found = longest_paths(_built(name, pp, num, chunks), costs)
     return found, found.bubble_share
 
 

@@ -2,7 +2,8 @@
 
 A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
 tiers, recomputation and bits. Each variant has a bound in seconds and in bytes, see [Note: Bounds]. Variants
-that fit are predicted in the order of their bounds, until no bound is below the last of the best.
+that fit are predicted in the order of their bounds, until no bound is below the last of the best. One that
+does all that a predicted one of its place does takes at least as long.
 
 For `config="auto"` the ranks that are there are the cluster, measured together with the model.
 """
@@ -61,25 +62,23 @@ class SearchResult(NamedTuple):
     """Those that were predicted one by one."""
 
 
-def places(predictor: Predictor, most_tp: int = 8, most_pp: int = 64) -> Iterator[Choice]:
-    """Yield the nearest variant of each place: nothing is offloaded or computed again."""
+def divisions(
+    predictor: Predictor, most_tp: int = 8, most_pp: int = 64
+) -> Iterator[tuple[Choice, Sequence[int]]]:
+    """Yield the divisions over tensor and pipeline ranks, each with the samples of its micro-batches."""
     cluster = predictor.cluster
     predictor.profiles(1)  # what is wrong with the model or the cluster is an error
     for tp, pp in product(_POWERS, _POWERS):
         if cluster.num_ranks % (tp * pp) or tp > min(most_tp, cluster.ranks_per_node) or pp > most_pp:
             continue
-        for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            try:
+        of_rank, rest = divmod(predictor.samples * tp * pp, cluster.num_ranks)
+        most = _MOST_MICROBATCHES if pp > 1 else of_rank
+        samples = [one for one in SAMPLES if not (rest or of_rank % one) and 1 <= of_rank // one <= most]
+        for schedule, chunks in (SCHEDULES if pp > 1 else SCHEDULES[:1]) if samples else ():
+            with suppress(ValueError, KeyError):  # layers or blocks that cannot be divided so
                 predictor.profiles(tp)
                 predictor.cut(pp * chunks)
-            except (ValueError, KeyError):  # layers or blocks that cannot be divided so
-                continue
-            for stage, samples in product(range(4), SAMPLES):
-                place = Choice(stage=stage, tp=tp, pp=pp, schedule=schedule, chunks=chunks, samples=samples)
-                num = predictor.num_microbatches(place)
-                is_whole = num * samples * cluster.num_ranks == predictor.samples * tp * pp
-                if num and is_whole and (pp == 1 or num <= _MOST_MICROBATCHES):
-                    yield place
+                yield Choice(tp=tp, pp=pp, schedule=schedule, chunks=chunks), samples
 
 
 def search(
@@ -102,45 +101,58 @@ def search(
     """
     machine = predictor.cluster.machine
     tiers = TIERS if machine.disk_read else TIERS[:3] if machine.to_host else TIERS[:1]
-    offers = tuple(product(tiers, bits))
-    keys = ("recompute", "tiers", "bits")
-    given = product(RECOMPUTES, offers)
-    variants: list[dict[str, Any]] = [dict(zip(keys, (how, *offer), strict=True)) for how, offer in given]
-    near = list(places(predictor, *most))
-    bounds = [predictor.bounds(place, offers) for place in near]
-    seconds, peaks = np.array(bounds or np.zeros((0, 2, 1))).swapaxes(0, 1)
-    best, floors, num_predicted = dict[Choice, Prediction](), dict[Choice, float](), 0
-    for at in np.argsort(seconds, axis=None, kind="stable").tolist():
-        number, variant = divmod(at, len(variants))
-        least, place = seconds.flat[at], near[number]
-        choice = replace(place, **variants[variant])
-        limit = sorted([one.seconds for one in best.values()] + [np.inf] * num_best)[num_best - 1]
-        if not least < limit:
+    offers = tuple(one for one in product(range(4), tiers, bits) if one[0] == 3 or one[1] in TIERS[:2])
+    near = list(divisions(predictor, *most))
+    bounds = [predictor.bounds(*one, offers) for one in near]
+    none = np.zeros(0), np.zeros(0)
+    seconds, peaks = (np.concatenate([*map(np.ravel, own)]) for own in zip(none, *bounds, strict=True))
+    starts = np.cumsum([0, *(own.size for own, _ in bounds)])
+
+    def choice_of(number: int) -> Choice:
+        at = int(np.searchsorted(starts, number, "right")) - 1
+        division, samples = near[at]
+        how, sample, offer = np.unravel_index(number - starts[at], bounds[at][0].shape)
+        stage, tier, bit = offers[offer]
+        own = {"stage": stage, "tiers": tier, "bits": bit, "samples": samples[sample]}
+        return replace(division, recompute=RECOMPUTES[how], **own)
+
+    best, num_predicted, limit = dict[Choice, Prediction](), 0, np.inf
+    known = defaultdict[Choice, list[tuple[Choice, float]]](list)
+    for number in np.argsort(seconds, kind="stable").tolist():
+        if not (least := seconds[number]) < limit:
             break
-        limit = min(limit, best[place].seconds) if place in best else limit
-        nearest = replace(place, bits=choice.bits)  # others only add work
-        if max(least, floors.get(nearest, 0.0)) >= limit:
+        choice = choice_of(number)
+        place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
+        most_seconds = min(limit, best[place].seconds) if place in best else limit
+        if max(least, *(time for other, time in known[place] if _adds_to(other, choice)), 0) >= most_seconds:
             continue
         num_predicted += 1
         with suppress(ValueError):  # a schedule or a config that does not exist with these numbers
             found = predictor.step(choice)
-            floors[choice] = found.seconds
-            if found.seconds < limit:
+            known[place].append((choice, found.seconds))
+            if found.seconds < most_seconds:
                 Config.parse(predictor.config(choice))
                 own = predictor.bytes(choice)
                 if predictor.fits(own.peak, own.host):
                     best[place] = found._replace(estimate=own)
+                    limit = sorted([one.seconds for one in best.values()] + [np.inf] * num_best)[num_best - 1]
     if not best:
         needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
         if near:
-            needs = f"the least is {format_bytes(np.nanmin(peaks))}: take more ranks, or shorter samples"
+            needs = f"the least is {format_bytes(peaks.min())}: take more ranks, or shorter samples"
         raise ValueError(
             f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
             f"configuration fits into {format_bytes(predictor.room)} of a device, with states of "
             f"{' or '.join(map(str, bits))} bits; {needs}"
         )
     ordered = sorted(best.values(), key=lambda one: one.seconds)[:num_best]
-    return SearchResult(tuple(ordered), int(np.count_nonzero(~np.isnan(seconds))), num_predicted)
+    return SearchResult(tuple(ordered), len(seconds), num_predicted)
+
+
+def _adds_to(other: Choice, choice: Choice) -> bool:
+    """True if a variant does all that another of its place does; "auto" does less where tiers are farther."""
+    repeats = other.recompute == "none" or other.recompute == choice.recompute == "unit"
+    return repeats and other.bits <= choice.bits and TIERS.index(other.tiers) <= TIERS.index(choice.tiers)
 
 
 # ------------------------------------------------------------------------------------------ explanations

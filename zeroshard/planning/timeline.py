@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zeroshard.forwards.keeping import Interval
+from zeroshard.parallel.pipeline.actions import loop
 
 COMPUTE, NETWORK, LINK = "compute", "network", "link"
 """The resources of a rank."""
@@ -52,6 +55,12 @@ class Choice:
         return ", ".join([*parts, *(["8-bit states"] if self.bits == 8 else [])])
 
 
+def placement(choice: Choice) -> Sequence[int]:
+    """Return the pipeline rank of each chunk."""
+    down = range(choice.pp)
+    return (*down, *reversed(down)) if choice.schedule == "zbv" else loop(choice.pp, choice.chunks)
+
+
 class Prediction(NamedTuple):
     """A step of a configuration.
 
@@ -83,6 +92,7 @@ class Costs(NamedTuple):
     - link, relink: seconds in which parameters come to the device for a forward and a backward.
     - states: seconds of states and main parameters on their way to the device and back, once a step.
     - held, far: bytes on the device and on the host between steps, without padding of states.
+    - sums: bytes on the device more, if a step has several micro-batches.
     - unsharded: bytes of gathered parameters.
     """
 
@@ -97,6 +107,7 @@ class Costs(NamedTuple):
     states: Any
     step: Any
     held: Any
+    sums: Any
     far: Any
     unsharded: Any
 
@@ -152,3 +163,64 @@ class Line:
         """Add the step of some rows."""
         for row in reversed(order):
             self.add(COMPUTE, "s", self.add(LINK, "S", ready, own.states[row]), own.step[row])
+
+
+# -------------------------------------------------------------------------------------------------- bounds
+
+
+_WHOLE = ("1f1b", "gpipe", "interleaved")
+"""Schedules with whole backwards: that of the last micro-batch comes back through all ranks before."""
+
+
+def least_alone(
+    on_cpu: bool, own: Costs, start: Costs, times: tuple[Any, Any], num: Any, is_each: Any
+) -> Any:
+    """Return the least seconds without a pipeline, where forwards and backwards take so long at least.
+
+    The step follows the reduction of the first row, `start`, which nothing hides.
+    """
+    forward, back = times
+    reduces, more = own.reduce * np.where(is_each, num, 1), own.first - own.gather
+    if on_cpu:
+        return num * (forward + back) + reduces + more + own.step
+    network = num * (own.gather + own.regather) + reduces + more
+    reduced = np.maximum(num * forward + (num - 1) * back + own.regather + own.reduce, network)
+    reduced = np.maximum(num * (forward + back) + start.reduce, reduced * (start.reduce > 0))
+    return reduced + np.maximum(own.step, own.states)
+
+
+def least_pipelined(
+    on_cpu: bool, division: Choice, own: Costs, times: tuple[Any, Any], num: Any, hops: Any, left: Any
+) -> Any:
+    """Return the least seconds of ranks from their first forward on; `left` is what others do after them.
+
+    In 1F1B rank r of p begins a forward when the backward of p - r micro-batches before has come back.
+    """
+    forward, back = times
+    each, tail = forward + back, own.step + (own.first - own.gather + own.reduce) * on_cpu
+    end = np.maximum(tail, left + tail[..., :1]) if division.schedule in _WHOLE else tail
+    if division.schedule not in ("1f1b", "zb-h1"):
+        return num * each + end
+    room = division.pp - np.arange(division.pp)
+    both = forward + (back if division.schedule == "1f1b" else back / 2)
+    trip = np.cumsum(both[..., ::-1], -1)[..., ::-1] + 2 * hops * (room - 1)
+    trips = (num - 1) // room
+    return np.maximum(num * each, trips * trip + np.maximum(trip, (num - trips * room) * each)) + end
+
+
+def in_flight(division: Choice, num: Any) -> Any:
+    """Return micro-batches that chunks hold when a rank holds most, or nearly, [..., chunks].
+
+    Args:
+        division: a schedule with its chunks.
+        num: numbers of micro-batches, [..., 1].
+    """
+    pp, rank, chunk = division.pp, np.array(placement(division)), np.arange(division.pp * division.chunks)
+    down = np.where(chunk < pp, 2 * pp - 1 - rank, rank + 1)
+    known = {"gpipe": num, "zb-h1": pp, "zbv": down}
+    if division.schedule in known:
+        return np.minimum(num, known[division.schedule] + 0 * rank)
+    size, hops = num // np.maximum(1, num // pp), 1 + (division.chunks > 1)  # as in `interleaved`
+    forwards = (division.chunks - 1) * size + 1 + hops * (pp - 1 - rank)
+    rounds, more = np.divmod(np.minimum(division.chunks * num, forwards), division.chunks * size)
+    return rounds * size + np.clip(more - chunk // pp * size, 0, size)
