@@ -311,8 +311,8 @@ class PipelineTraining:
             runner = self._begin(num, has_backward=True)
             self._scales = [loss_scale or 1.0]
             means = self._run(runner, batches, num_batches, num)
+            self._runtime.before_step()  # sums of a rank whose last backward has brought nothing
             self._shared.add_gradients()
-            self._runtime.before_step()
             take_step(nullcontext())
             return means()  # ranks whose list ends early have stepped meanwhile
         if num_batches > 1 and self._part.config.pipeline.schedule not in ASYNCHRONOUS:
