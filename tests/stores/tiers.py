@@ -88,9 +88,10 @@ def run(config, make=OPTIMIZERS["AdamW"], *, model=None, num_steps=3, train=loss
     torch.manual_seed(seed)
     engine = runs.start(config, make, model=runs.build() if model is None else model())
     losses = train(engine, range(num_steps))
-    memory, found = engine._runtime.context.memory, runs.state(engine, losses)  # no step waits after it
+    memory = engine._runtime.context.memory
     states = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     in_memory = sum(v.nbytes for v in states if v.dim() and v.numel() and not memory.is_in_files(v))
+    found = runs.state(engine, losses)
     engine.close(restore=False)
     return found, in_memory
 

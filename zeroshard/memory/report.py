@@ -15,10 +15,8 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
-from zeroshard.parameters.sharded import gradient_of
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.late import LateSteps, own_states
 from zeroshard.stores.store import TierMemory
 from zeroshard.tables import LINE, format_bytes, render
 
@@ -160,10 +158,7 @@ def memory_report(engine: Engine) -> MemoryReport:
     kept = (copy.values for b in runtime.buffers if (copy := b.store.copy) is not None)
     resident = (b.full for b in runtime.buffers if b.is_resident)
     parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
-    steps = runtime.state.steps
-    waiting = steps.gradients() if isinstance(steps, LateSteps) else ()
-    found = (*map(gradient_of, runtime.parameters), *waiting)
-    gradients = _by_tier((g for g in found if g is not None), context.memory)
+    gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)
     hooked = [] if runtime.state.hook is None else runtime.state.hook.tensors
     states = _by_tier([*_states(runtime, engine.optimizer), *hooked], context.memory)
     scales = _by_tier(scales_in(runtime.module), context.memory)
@@ -214,11 +209,10 @@ def reset_memory_report(engine: Engine) -> None:
 def _states(runtime: Runtime, optimizer: Optimizer | None) -> Iterator[Tensor]:
     if optimizer is None:
         return
-    states = own_states(optimizer)  # a report of one rank steps nothing
     for parameter in runtime.parameters:
         # Not `.get`: a state that is looked up is made by the optimizer's defaultdict.
-        if parameter in states:
-            for value in states[parameter].values():
+        if parameter in optimizer.state:
+            for value in optimizer.state[parameter].values():
                 if isinstance(value, Tensor):
                     yield from _with_storage(value)
 

@@ -103,9 +103,6 @@ class Steps:
     def settle(self) -> None:
         """Take the steps that are left, and scale the gradients that were to be scaled later."""
 
-    def finish(self) -> None:
-        """Settle, and let the host wait for values, in a call of all ranks: steps may ask them."""
-
 
 class ModuleState:
     """The state that a runtime shares with its parameters."""

@@ -279,9 +279,9 @@ class Passes:
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
+        self._state.steps.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
-            self._state.steps.settle()
             self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()
         self._state.move(_BACKWARD)

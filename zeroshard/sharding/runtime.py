@@ -247,7 +247,7 @@ class Runtime:
             raise RuntimeError(
                 "full parameters are available between steps, not inside a forward or backward"
             )
-        self.state.steps.finish()
+        self.state.look()
         self.passes.drop_graphs()
         self.state.reads_main = False
         self._await_gathers(self.buffers)

@@ -99,17 +99,15 @@ def attach(
         starts = {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
         travelling = _travelling(runtime, optimizer)
         homes = _homes(runtime, optimizer, rounding, starts, travelling)
-        asks = not steps_by_unit(optimizer, context.axes)
-        may = may_wait(runtime) and (not asks or may_ask_late(runtime, optimizer))
-        waits = engine is not None and may
+        waits = engine is not None and steps_by_unit(optimizer, context.axes) and may_wait(runtime)
         if homes or waits or context.setting.steps_in_backward:
             moved = {buffer for _, buffer, _ in travelling}
             near = [[p for b in unit.buffers if b not in moved for p in b.sharded] for unit in runtime.units]
             far = [[buffer.sharded[i] for i in indices] for _, buffer, indices in travelling]
-            divides = waits or travelling or not asks
+            divides = steps_by_unit(optimizer, context.axes) or travelling
             stepped = StepByParts(optimizer, near + far if divides else [], homes)
             if waits:
-                stepped.late = LateSteps(runtime, optimizer, asks)
+                stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
         _hook(runtime, optimizer, is_last, engine)
         if rounding is not None:
@@ -175,17 +173,6 @@ def may_wait(runtime: Runtime) -> bool:
     return any(plan.travels for plan in trained) and not any(
         plan.is_resident and plan.gathers for plan in trained
     )
-
-
-def may_ask_late(runtime: Runtime, optimizer: Optimizer) -> bool:
-    """True if an optimizer whose step asks other ranks may take it in forwards.
-
-    All ranks that it asks gather each unit together, so that no rank comes to a forward alone. Pipeline ranks
-    that share a weight ask each other nothing: each takes the same step of it.
-    """
-    axes, trained = runtime.context.axes, [b.plan for b in runtime.buffers if b.trainable]
-    is_common = axes.everyone.size == axes.dp_shard.size and not any(plan.is_resident for plan in trained)
-    return is_known(optimizer) and is_common
 
 
 def _refuse_theirs(optimizer: Optimizer) -> None:

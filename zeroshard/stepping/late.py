@@ -10,10 +10,6 @@ states from outside, all steps are taken, and the host waits until their values 
 
 A tensor over the memory of a parameter, as `p.data`, could be read unseen. Once somebody has one, steps no
 longer wait; nor after a read of `optimizer.state`. Nor does a step whose gradients somebody holds.
-
-Where ranks ask each other in a step, as for norms and whole tensors, all of them let it wait, or none does.
-They agree on it as the step begins. Units are then stepped in the order of the plan. A rank that looks by
-itself would begin the exchanges alone, so the look is refused, and the next step does not wait.
 """
 
 from __future__ import annotations
@@ -24,14 +20,12 @@ from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
-from zeroshard.comm.watch.status import REDUCE, WHOLES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.parameters.state import ModuleState, Moment, Steps
@@ -48,11 +42,10 @@ class LateSteps(Steps):
 
     Args:
         runtime: the runtime of the parameters.
-        optimizer: the optimizer, whose class is known.
-        asks: True if a step of the optimizer asks the other ranks.
+        optimizer: the optimizer, which steps each parameter by itself.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, asks: bool) -> None:
+    def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._state, self._device = runtime.state, runtime.context.device
         self._runtime = weakref.ref(runtime)  # the optimizer holds this
         self._left: dict[Unit, list[tuple[Step, Gradients, Tensor | None]]] = {}
@@ -66,13 +59,10 @@ class LateSteps(Steps):
         """Let the host wait for values of the last step, and for gradients; none: all are at rest."""
         self._num_modes = 0
         """The modes of torch's dispatch around the last step."""
-        self._asks, self._has_looked = asks, True
-        """If it asks others, somebody may have looked on this rank since the last step; before the first one,
-        nobody knows."""
         self._state.gives_memory, self._state.steps = self._step_at_once, self
         self.watch(optimizer)
         optimizer.register_state_dict_pre_hook(lambda _: self._step_at_once())  # its tensors may be kept
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self._look())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
         optimizer.register_load_state_dict_post_hook(self.watch)
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -80,21 +70,6 @@ class LateSteps(Steps):
         states: Any = optimizer.state
         if not isinstance(states, _LateStates):
             optimizer.state = _LateStates(states, self._state)  # type: ignore[assignment]
-
-    def agree(self, parts: Sequence[list[ShardedParameter]]) -> bool:
-        """Agree with the ranks that a step asks if it may wait; collective if there are some.
-
-        Raises:
-            RuntimeError: ranks have other parts: a gradient of some ranks is None.
-        """
-        if not self._asks or (runtime := self._runtime()) is None:
-            return True
-        axis, names = runtime.context.axes.everyone, [p.fqn for part in parts for p in part]
-        axis.ledger.note(f"{WHOLES} {len(names)} slices ({crc32(repr(names).encode()):08x})", REDUCE)
-        refused, self._has_looked = [self._has_looked or not self._may_wait()], False
-        if is_refused := any(axis.any(refused, "agreement on late steps", compares=True)()):
-            self.settle()
-        return not is_refused
 
     def take(self, parts: Sequence[tuple[list[ShardedParameter], Step]], end: Step, wait: Step) -> bool:
         """Let the parts of a step wait, each for a forward of its unit.
@@ -122,22 +97,22 @@ class LateSteps(Steps):
             else:
                 step()
         for unit in self._left:
-            unit.wait_for_step(lambda unit=unit: self._step_up_to(unit))  # type: ignore[misc]
-        self._end, self._waits[wait], state.before_look = end, None, self._look
+            unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
+        self._end, self._waits[wait], state.before_look = end, None, self.finish
         self._num_modes = torch._C._len_torch_dispatch_stack()
         if not self._left:
             self.finish_steps()
         return True
 
     def positions(self) -> dict[str, int]:
-        """The place of each unit in the order of forwards; of the plan, where a step asks other ranks."""
-        units = () if (runtime := self._runtime()) is None else runtime.units
-        return {unit.name: at if self._asks else unit.position for at, unit in enumerate(units)}
+        """The place of each unit in the order of forwards."""
+        runtime = self._runtime()
+        return {} if runtime is None else {unit.name: unit.position for unit in runtime.units}
 
     def wait_later(self, wait: Step) -> bool:
         if Moment.BATCH in self._state.moments:
             return False
-        self._waits[wait], self._state.before_look = None, self._look
+        self._waits[wait], self._state.before_look = None, self.finish
         return self._may_wait()
 
     def _may_wait(self) -> bool:
@@ -149,7 +124,7 @@ class LateSteps(Steps):
     def scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
         if not self._may_wait():
             return False
-        self._unscaled, self._factor, self._state.before_look = gradients, factor, self._look
+        self._unscaled, self._factor, self._state.before_look = gradients, factor, self.finish
         return True
 
     def settle(self) -> None:
@@ -162,20 +137,9 @@ class LateSteps(Steps):
                 scale_(present, factor)
 
     def finish(self) -> None:
+        """Take the steps that are left, end the step, and wait for its values."""
         self.settle()
         self._wait()
-
-    def _look(self) -> None:
-        """Finish for somebody who looks on this rank, perhaps alone."""
-        self._has_looked = True
-        if self._asks and self._left:
-            raise RuntimeError(
-                "a look at a parameter, gradient or optimizer state between step() and the next forward: the "
-                "step waits for that forward, and asks all ranks. Read it by a call of all ranks, such as "
-                "engine.full_parameter(name), or after one. So that no step waits, call "
-                "engine.optimizer.state_dict() once after initialize"
-            )
-        self.finish()
 
     def _wait(self) -> None:
         waits, self._waits, self._state.before_look = self._waits, {}, None
@@ -186,20 +150,13 @@ class LateSteps(Steps):
         while self._left:
             self._step(next(iter(self._left)))
         end, self._end = self._end, None
-        self._state.before_look = self._look if self._waits or self._unscaled else None
+        self._state.before_look = self.finish if self._waits or self._unscaled else None
         try:
             if end is not None:
                 end()
         except BaseException:
             self._state.fail_step()
             raise
-
-    def _step_up_to(self, last: Unit) -> None:
-        """Step a unit that is to be used; where ranks ask each other, first those before it in the plan."""
-        for unit in list(self._left) if self._asks else [last]:
-            self._step(unit)
-            if unit is last:
-                return
 
     def _step(self, unit: Unit) -> None:
         """Take the step of a unit, in the modes of nobody's forward."""
@@ -240,13 +197,9 @@ class LateSteps(Steps):
         else:
             steps.append((call, [], None))
 
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients of steps that wait."""
-        return [g for steps in self._left.values() for _, own, _ in steps for _, g in own]
-
     def _step_at_once(self) -> None:
         self._state.gives_memory = None
-        self._look()
+        self.finish()
 
 
 def own_states(optimizer: Optimizer) -> Any:

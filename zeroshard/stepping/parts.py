@@ -179,10 +179,9 @@ class StepByParts:
         work = [
             (g, [p for one in g for p in only_sharded(one) if gradient_of(p) is not None]) for g in divided
         ]
-        if (late := self.late) is not None:
-            positions = late.positions()
+        if self.late is not None:  # so no rank waits for others in the step, whatever the order
+            positions = self.late.positions()
             work.sort(key=lambda one: positions.get(one[1][0].unit_name, -1) if one[1] else -1)
-            late = late if late.agree([part for _, part in work]) else None
         gradients = {p: g for _, part in work for p in part if (g := gradient_of(p)) is not None}
         for home in self._homes:
             home.expect([part for _, part in work], gradients)
@@ -190,7 +189,7 @@ class StepByParts:
         pairs = zip(twins, (part for _, part in work), strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
         num_ahead, self._num_ahead = self._num_ahead, 0
-        if late is None or num_ahead or not late.take(steps, self._end_step, self.wait):
+        if self.late is None or num_ahead or not self.late.take(steps, self._end_step, self.wait):
             # Else the memory that an optimizer takes of a parameter would look as if code of the user had it.
             with nullcontext() if self.late is None else past_guards():
                 for _, step in steps:

@@ -28,7 +28,6 @@ from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.attach import may_ask_late
 from zeroshard.stepping.parts import is_known, steps_by_unit
 from zeroshard.stores.pieces import HostPieces
 
@@ -111,10 +110,9 @@ def _add(
         with patched(), stepped_late() as names:
             moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
         assert "to_host" in {stream for stream, _ in bench.trace.kernels}, "gradients leave the device"
-        made, runtime = bench.engine.optimizer, bench.engine._runtime
-        assert bool(runtime.context.memory.piece_bytes) is is_known(made), "who steps"
-        waits = steps_by_unit(made, runtime.context.axes) or may_ask_late(runtime, made)
-        assert bool(names) is (is_late and waits), names
+        made, context = bench.engine.optimizer, bench.engine._runtime.context
+        assert bool(context.memory.piece_bytes) is is_known(made), "who steps"
+        assert bool(names) is (is_late and steps_by_unit(made, context.axes)), names
         if not is_in_files:
             _check_places(bench, offload)
 
@@ -407,10 +405,6 @@ _add(
 _add("host_clipped", HOST, _clipped)
 _add("parameters_on_host_clipped", _WHOLE, _clipped)
 _add("host_lamb_alone", HOST, optimizer=_lamb, num_ranks=1, may_sync=("optim/layerwise.py",))
-_SCALES_FIRST = (*READS_FACTOR, "optim/layerwise.py")
-"""The first step of ranks that ask each other does not wait."""
-_add("host_lamb", HOST, _evaluated, optimizer=_lamb, clip_grad_norm=0.01, may_sync=_SCALES_FIRST)
-_add("parameters_on_host_lamb", _WHOLE, _saved, optimizer=_lamb, may_sync=_SCALES_FIRST)
 
 # -- steps in the backward -----------------------------------------------------------------------------------
 
