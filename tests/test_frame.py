@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25553,
-    "statements of the package": 21100,
-    "tokens of the package": 250227,
-    "lines of code of the core": 7959,
-    "statements of the core": 6897,
-    "tokens of the core": 74231,
+    "lines of code of the package": 25365,
+    "statements of the package": 21007,
+    "tokens of the package": 249536,
+    "lines of code of the core": 7958,
+    "statements of the core": 6896,
+    "tokens of the core": 74225,
     "lines of code of examples, benchmarks and tools": 8004,
     "lines of the longest file": 600,
     "booleans of the core": 33,
@@ -43,7 +43,7 @@ BUDGETS = {
     "modules that one other module imports": 21,
     "files of a step, two ranks": 25,
     "files of a step, one rank, offload": 28,
-    "words in docs/": 44843,
+    "words in docs/": 44656,
 }
 
 CORE = (

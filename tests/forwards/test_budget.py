@@ -439,6 +439,28 @@ def test_a_model_that_calls_a_block_twice_is_no_chain():
     assert found[0] == found[1]
 
 
+class Graph(nn.Module):
+    """Its root saves a sparse matrix, which has no storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = build(nn.Sequential)
+        self.edges = torch.eye(ROWS).to_sparse()
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.blocks(x))
+
+
+def test_a_root_may_save_sparse_tensors():
+    found = []
+    for config in ({}, {"recompute": "auto", "memory_budget": room_for(1)}):
+        torch.manual_seed(0)
+        engine = zeroshard.initialize(Graph(), adamw, {"stage": 0, **config}).engine
+        found.append(train(engine, 3))
+        engine.close(restore=False)
+    assert found[0] == found[1]
+
+
 def test_a_module_without_an_engine_has_no_budget():
     with pytest.raises(ValueError, match=r"expected 'none', 'lean' or 'unit' for shard\(\)"):
         zeroshard.shard(build(), {"recompute": "auto", "memory_budget": "1GB"})

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -397,6 +398,21 @@ def test_any_model_is_measured_with_its_samples(num_ranks: int) -> None:
     assert loader is not None
     inputs, targets = next(iter(loader))
     engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+    assert engine.config.mesh.pp == 1
+
+
+@on_ranks(2)
+@QUICKLY
+@SMALL
+def test_tensor_ranks_are_timed_with_the_samples_of_one_rank(num_ranks: int) -> None:
+    model, length = models.llama(blocks=2, width=64, vocabulary=128), 16 + 4 * dist.get_rank()
+    tokens = torch.randint(128, (8, length))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    engine, _, loader, _ = zeroshard.initialize(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), "auto", training_data=data
+    )
+    assert loader is not None
+    assert next(iter(loader))["input_ids"].shape[1] == length
     assert engine.config.mesh.pp == 1
 
 

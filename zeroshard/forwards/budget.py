@@ -256,9 +256,11 @@ class Budget:
         left_out = storages_of(units)
 
         def pack(tensor: Tensor) -> Callable[[], Tensor]:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in left_out and tensor.device.type == self._device.type:
-                storages.setdefault(storage._cdata, storage.nbytes())
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            if is_plain and tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in left_out:
+                    storages.setdefault(storage._cdata, storage.nbytes())
             return kept_near(tensor)
 
         return saved_tensors_hooks(pack, lambda saved: saved())

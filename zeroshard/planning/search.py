@@ -32,7 +32,7 @@ from zeroshard.forwards.keeping import Interval
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import LossOf, OneOfMany
-from zeroshard.parallel.pipeline.profile import SampleSource, same_random_numbers, sample_of
+from zeroshard.parallel.pipeline.profile import SampleBatch, SampleSource, same_random_numbers, sample_of
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, measure_machine
@@ -269,7 +269,7 @@ class Ranks:
             name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
         )
         self._rates = defaultdict[str, list[float]](list)
-        self._runs: dict[int, Callable[[int], Any]] = {}
+        self._runs: dict[int, Callable[[int], Any] | None] = {}
         self._seconds = defaultdict[tuple[int, int], list[Any]](list)
         self._models: dict[tuple[int, int], nn.Module] = {}
         self._sharded: list[Sharded] = []
@@ -290,18 +290,26 @@ class Ranks:
         """
         self._measure_exchanges()
         for tp in tensor:
-            with suppress(ValueError, torch.OutOfMemoryError):  # then nothing is known of it
-                if tp not in self._runs:
-                    self._runs[tp] = time_units(self._subject, self._tensor_ranks(tp), self._world.device)
-                for num in samples:
-                    self._seconds[tp, num].append(self._runs[tp](num))
+            if tp not in self._runs:
+                self._runs[tp] = self._units(tp)
+            # With tensor ranks the others wait in an exchange, so an error ends this one.
+            with suppress(*(ValueError, torch.OutOfMemoryError)[: 2 * (tp == 1)]):
+                if (run := self._runs[tp]) is not None:
+                    for num in samples:
+                        self._seconds[tp, num].append(run(num))
 
-    def _tensor_ranks(self, num: int) -> Activations:
-        if num == 1:
-            return OneOfMany(1)
-        axes = open_data_parallel(Config.parse({"mesh": {"tp": num}}), self._world)
-        self._axes.append(axes)
-        return Activations(axes.activations, _TAG)
+    def _units(self, tp: int) -> Callable[[int], Any] | None:
+        """Return what times the units; None if no rank knows, or one has too little memory; collective."""
+        over: Activations = OneOfMany(1)
+        if tp > 1:
+            axes = open_data_parallel(Config.parse({"mesh": {"tp": tp}}), self._world)
+            self._axes.append(axes)
+            over = Activations(axes.activations, _TAG)
+        run = None
+        with suppress(ValueError, torch.OutOfMemoryError):
+            run = time_units(self._subject, over, self._world.device)
+        is_ready = all(self._world.all_gather_object(run is not None, "units that are timed"))
+        return run if is_ready else None
 
     def _measure_exchanges(self) -> None:
         world, per_layer = self._world, dict[tuple[int, int], float]()
@@ -378,12 +386,24 @@ def choose_config(
         ValueError: there is nothing to measure with; or no configuration fits.
     """
     is_known = source.training_data is not None or hasattr(getattr(model, "config", None), "get_text_config")
-    if not is_known or sample_of(model, source, 1) is None:
+
+    def read() -> Mapping[int, SampleBatch | None]:
+        return {num: sample_of(model, source, num) for num in _MEASURED} if is_known else {1: None}
+
+    # Tensor ranks exchange activations of the same shapes, so all have the samples of one.
+    batches = on_first(world, "samples of config='auto'", read)
+    if None in batches.values():
         raise ValueError(
             "config='auto': expected training_data, whose samples are measured, or a causal language model "
             "of transformers; `zeroshard plan` and a config need neither"
         )
-    subject = Subject(model, lambda num: _loss_of(model, source, num), tp_plan=tp_plan)
+
+    def loss_of(num: int) -> LossOf:
+        batch = batches.get(num) or sample_of(model, source, num)
+        assert batch is not None, "there are samples"
+        return _loss_of(batch, source)
+
+    subject = Subject(model, loss_of, tp_plan=tp_plan)
     ranks = Ranks(world, subject, SAMPLES_PER_RANK * world.size)
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= most[0] and world.size % tp == 0]
     try:
@@ -400,10 +420,8 @@ def choose_config(
     return Config.parse(on_first(world, "plan of config='auto'", best))
 
 
-def _loss_of(model: nn.Module, source: SampleSource, num: int) -> LossOf:
+def _loss_of(batch: SampleBatch, source: SampleSource) -> LossOf:
     """Return the loss of some samples: the model's own, or the sum of its outputs."""
-    batch = sample_of(model, source, num)
-    assert batch is not None, "there are samples"
     more = (
         {} if source.training_data is not None else {"labels": batch.named["input_ids"], "use_cache": False}
     )
