@@ -43,7 +43,7 @@ BUDGETS = {
     "modules that one other module imports": 21,
     "files of a step, two ranks": 25,
     "files of a step, one rank, offload": 28,
-    "words in docs/": 44656,
+    "words in docs/": 44673,
 }
 
 CORE = (
