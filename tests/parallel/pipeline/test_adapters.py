@@ -56,7 +56,7 @@ def trained(layout, folder, stage, name):
 
 
 @pytest.mark.long_where(name=["llama"])
-@pytest.mark.parametrize(("layout", "stage", "name"), [("pp 2", 3, "tied gpt"), ("pp 2 x tp 2", 1, "llama")])
+@pytest.mark.parametrize(("layout", "stage", "name"), [("pp 2", 3, "tied gpt"), ("pp 2 x dp 2", 1, "llama")])
 def test_adapters_train_as_in_one_process_and_peft_reads_them(ranks, tmp_path, layout, stage, name):
     model = adapted(name)
     batches = (({"input_ids": tokens}, tokens) for tokens in map(tokens_of, STEPS))
