@@ -299,7 +299,7 @@ class Ranks:
                         self._seconds[tp, num].append(run(num))
 
     def _units(self, tp: int) -> Callable[[int], Any] | None:
-        """Return what times the units; None if no rank knows, or one has too little memory; collective."""
+        """Return what times the units; None if layers are not divisible, or memory is short; collective."""
         over: Activations = OneOfMany(1)
         if tp > 1:
             axes = open_data_parallel(Config.parse({"mesh": {"tp": tp}}), self._world)

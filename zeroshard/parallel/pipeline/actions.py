@@ -54,9 +54,8 @@ class Kind(Enum):
     REDUCE = "REDUCE_GRAD"
     STEP = "STEP"
 
-    __hash__ = (
-        object.__hash__
-    )  # that of Enum is written in Python, and takes as long as all the rest of a key
+    # That of Enum is written in Python, and takes as long as all the rest of a key.
+    __hash__ = object.__hash__
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE)
