@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25368,
+    "lines of code of the package": 25366,
     "statements of the package": 21007,
-    "tokens of the package": 249537,
+    "tokens of the package": 249535,
     "lines of code of the core": 7958,
     "statements of the core": 6896,
     "tokens of the core": 74225,
