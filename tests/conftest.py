@@ -124,7 +124,7 @@ def _holds_for(item: pytest.Item, mark: pytest.Mark) -> bool:
 
 
 def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
-    """True for a test that the command names, as in `pytest tests/test_cli.py::test_estimate`."""
+    """True for a test that the command names, as in `pytest tests/cli/test_cli.py::test_estimate`."""
     name = item.nodeid.partition("::")[2]
     for argument in config.args:
         file, _, asked = argument.partition("::")

@@ -214,7 +214,7 @@ def integrations() -> Iterator[Names]:
     kinds = {"DistributedSampler": DistributedSampler, "StatefulDataLoader": stateful.StatefulDataLoader}
     ranks = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
     yield {**whole(), **kinds, **ranks, "num_epochs": 2}
-    # tests/test_examples.py runs Ray itself
+    # tests/examples/test_examples.py runs Ray itself
     train = SimpleNamespace(get_checkpoint=lambda: None, report=lambda *_, **__: None)
     ray = {"ray": SimpleNamespace(train=train), "storage": Path("run").absolute(), "Checkpoint": str}
     yield {**whole(), **ray, "CheckpointUploadMode": SimpleNamespace(NO_UPLOAD=None)}

@@ -191,7 +191,7 @@ LINKS = {name: link(name) for name in (".metadata", VALUES, TENSORS, MANIFEST, P
 }
 
 KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, "links": LINKS}
-"""tests/test_pretrained.py has damaged headers of safetensors, for the same reader."""
+"""tests/hf/test_pretrained.py has damaged headers of safetensors, for the same reader."""
 
 
 # ------------------------------------------------------------------------------------------- loading

@@ -1,6 +1,6 @@
 """Facts that only torch's autograd engine, activation checkpoint, transforms and tracers know.
 
-torch has no public way to these facts. tests/sharding/test_autograd.py notices a change.
+torch has no public way to these facts. tests/internals/test_autograd.py notices a change.
 """
 
 from __future__ import annotations

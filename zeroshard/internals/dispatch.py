@@ -1,6 +1,6 @@
 """Torch's dispatch to `__torch_function__` of subclasses, switched off. Nothing public offers it.
 
-tests/sharding/test_parameter.py notices a change.
+tests/parameters/test_parameter.py notices a change.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ The rule is a decoder-only transformer in the manner of Llama 3:
     embedding     128256 * width parameters, the vocabulary of Llama 3, but at most a half of all
     head          as large as the embedding; the same tensor below 4 B, as in Llama 3.2 of 1 B and 3 B
 
-`tests/test_estimate.py` compares it with Llama 3 and 3.2 of 1 B to 70 B: the gathered parameters at the peak
-are within an eighth. A model with a smaller vocabulary gathers less: Llama 2 of 7 B, with 32000, about half.
+`tests/memory/test_estimate.py` compares it with Llama 3 and 3.2 of 1 B to 70 B: the gathered parameters at
+the peak are within an eighth. Llama 2 of 7 B, whose vocabulary is 32000, gathers about half of that.
 
 The run is a forward and a backward on the meta device, of a copy of the model. Its parameters have the
 compute dtype, divided layers have the shapes of one tensor rank, and units are recomputed if the config says

@@ -366,7 +366,7 @@ def _freeze(parameter: ShardedParameter, is_trained: bool) -> None:
 def _make_known_to_optimizers() -> None:
     """Prepare torch's optimizers for sharded parameters, when the first one is made."""
     # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
-    # subclasses (DTensor) in the same place. tests/sharding/test_parameter.py notices if that moves.
+    # subclasses (DTensor) in the same place. tests/parameters/test_parameter.py notices if that moves.
     torch_optimizer._foreach_supported_types.append(ShardedParameter)
     # Before the step: an attached optimizer gathers right after it, and must not gather once more.
     torch_optimizer.register_optimizer_step_pre_hook(_count_change)

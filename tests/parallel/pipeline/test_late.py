@@ -7,7 +7,7 @@ import torch
 
 from tests.parallel.pipeline.runs import adamw, parameters_of, start, tokens_of
 from tests.ranks import on_ranks
-from tests.stores.late import stepped_late
+from tests.stepping.late import stepped_late
 
 CASES = {
     "two chunks": ("tied llama", "interleaved", {"recompute": "unit", "clip_grad_norm": 0.5}),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
-from tests.stores.late import stepped_late
+from tests.stepping.late import stepped_late
 
 WIDTH, BATCH = 12, 8
 COMPARES = ("pipeline/training.py", "parallel/random.py")

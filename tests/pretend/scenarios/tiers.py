@@ -19,7 +19,7 @@ from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16
-from tests.stores.late import stepped_late
+from tests.stepping.late import stepped_late
 from zeroshard.comm import moves
 from zeroshard.comm.streams import Mark
 from zeroshard.optim import LAMB, AdamW8bit

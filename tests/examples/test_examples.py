@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.commands import environment
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = ("llama", "text")
 """Modules beside the examples, which other tests import by other names."""
 
@@ -201,6 +201,6 @@ def test_ray_trains_on_two_workers_and_starts_them_again_after_one_has_died(tmp_
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["switch", "sparse_attention"])
 def test_a_model_of_experts_and_one_with_sparse_attention_learn(name, cache):
-    """tests/test_example_models.py compares them with plain PyTorch."""
+    """tests/examples/test_models.py compares them with plain PyTorch."""
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(name, cache, "--steps", 20))]
     assert losses[-1] < losses[0]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import zeroshard
 from tests.checkpoint import runs
 from tests.ranks import on_ranks
-from tests.stores.late import waiting
+from tests.stepping.late import waiting
 from tests.stores.tiers import BF16, BF16_MAIN, OPTIMIZERS, over
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import StepByParts

@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import zeroshard
-from tests.ranks import on_ranks
-from tests.sharding.quantized import (
+from tests.forwards.quantized import (
     TARGETS,
     VOCABULARY,
     adamw,
@@ -35,6 +34,7 @@ from tests.sharding.quantized import (
     train,
     weight_of,
 )
+from tests.ranks import on_ranks
 from zeroshard.hf.export import Format, export_checkpoint
 
 LAYOUTS = [

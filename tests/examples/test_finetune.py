@@ -28,7 +28,7 @@ from examples.text import ByteTokenizer, python_documentation, zeroshard_documen
 from tests.data.tokenizers import CHATML, letters
 from tests.ranks import Ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TINY = ["--hidden", "32", "--layers", "2", "--seq-len", "64", "--lr", "1e-2"]
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard
+from tests.forwards.quantized import ADAPTERS, adamw, llama, plain, same_bits, same_state, train, weight_of
 from tests.ranks import on_ranks
-from tests.sharding.quantized import ADAPTERS, adamw, llama, plain, same_bits, same_state, train, weight_of
 from zeroshard.lazy.deferred import Codes
 from zeroshard.plan.layout import Span
 

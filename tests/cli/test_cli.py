@@ -1,4 +1,4 @@
-"""The command line: what it shows, and how it ends. Estimates are in `test_cli_estimate.py`."""
+"""The command line: what it shows, and how it ends. Estimates are in `test_estimate.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroshard.planning import machine
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 
 
