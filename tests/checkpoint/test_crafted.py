@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.checkpoint.damage import PART, Edit, damaged, edit_manifest, edit_values, message_of, refit
-from tests.checkpoint.runs import differences, start, state, train
+from tests.checkpoint.runs import differences, saved, state, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 
@@ -197,10 +197,11 @@ KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, "links": LINKS
 # ------------------------------------------------------------------------------------------- loading
 
 
-def begin(**given: Any) -> Any:
-    """An engine over a model with matrices whose slices lie on two ranks."""
+def begin(folder: Path, **given: Any) -> Any:
+    """An engine over a model with matrices whose slices lie on two ranks, and a checkpoint of it."""
     torch.manual_seed(0)
-    return start(3, model=nn.Sequential(nn.Linear(24, 28), nn.Linear(28, 26), nn.Linear(26, 24)), **given)
+    model = nn.Sequential(nn.Linear(24, 28), nn.Linear(28, 26), nn.Linear(26, 24))
+    return saved(folder, numbers=[0], loss=loss, tag="tag", model=model, **given)
 
 
 def loss(engine: nn.Module, number: int) -> torch.Tensor:
@@ -222,9 +223,7 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
     good = tmp_path / "good"
     data = torch.utils.data.TensorDataset(torch.arange(10))
     schedule = {"lr_scheduler": lambda optimizer: CosineAnnealingLR(optimizer, T_max=9)}
-    engine = begin(training_data=data, **schedule)
-    train(engine, [0], loss)
-    engine.save_checkpoint(good, "tag")
+    engine = begin(good, training_data=data, **schedule)
     train(engine, [1], loss)
     before, drawn = state(engine), generators()
     for name, craft in KINDS[kind].items():
@@ -242,9 +241,7 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
 
 @on_ranks(1)
 def test_places_of_loaders_in_an_older_checkpoint_are_named_in_a_warning(tmp_path):
-    engine = begin()
-    train(engine, [0], loss)
-    engine.save_checkpoint(tmp_path / "good", "tag")
+    engine = begin(tmp_path / "good")
     older = damaged(tmp_path / "good", edit_values(put("places_in_data", [{"epoch": 1}])), "tag.0")
     with pytest.warns(UserWarning, match="has places of loaders of the user: the data begin where they are"):
         engine.load_checkpoint(older)
@@ -255,9 +252,7 @@ def test_places_of_loaders_in_an_older_checkpoint_are_named_in_a_warning(tmp_pat
 @on_ranks(1)
 def test_random_bytes_in_a_file_never_end_in_another_kind_of_error(tmp_path, file):
     """Checksums fit again: the checkpoint is refused, or loads with what it then says."""
-    engine = begin()
-    train(engine, [0], loss)
-    engine.save_checkpoint(tmp_path, "tag")
+    engine = begin(tmp_path)
     directory, found = tmp_path / "tag.0", []
     data = (directory / file).read_bytes()
     for seed in range(80):

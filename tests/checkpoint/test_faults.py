@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import random
 import re
@@ -22,12 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.damage import Damage, damaged, message_of
+from tests.checkpoint.damage import Damage, damaged, full_after, message_of
 from tests.checkpoint.runs import differences, start, state, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import LATEST, MANIFEST, VALUES
-from zeroshard.checkpoint.save import _CheckedFile
 
 
 def wait_for_background() -> None:
@@ -37,23 +35,6 @@ def wait_for_background() -> None:
 
 
 # ------------------------------------------------------------------------------------ a disk that fails
-
-
-@contextlib.contextmanager
-def full_after(num_bytes: int) -> Iterator[None]:
-    """Tensor files take so many bytes: then what is written goes to a device that is full."""
-    write = _CheckedFile.write
-
-    def redirected(self: _CheckedFile, data: Any) -> int:
-        if self.num_bytes >= num_bytes:
-            device = os.open("/dev/full", os.O_WRONLY)
-            os.dup2(device, io.FileIO.fileno(self))
-            os.close(device)
-        return write(self, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_CheckedFile, "write", redirected)
-        yield
 
 
 @contextlib.contextmanager

@@ -66,7 +66,10 @@ def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):
     holed = stored.tensors["mix"]
     assert isinstance(holed.parts[0].box, Box)
     stored.tensors["mix"] = replace(holed, boxes=holed.boxes[1:])
-    with TensorReader(stored) as reader, pytest.raises(RuntimeError, match=r"1300 elements of 'mix'.* found"):
+    with (
+        TensorReader(stored) as reader,
+        pytest.raises(RuntimeError, match=r"\d of 1300 elements of .mix"),
+    ):
         reader.read(TensorSlice("mix", (5, 20, 13), 0, torch.empty(1300)))
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, runs, split, whole
+from zeroshard.codec import Damage, naming_damage, typed
 from zeroshard.comm.mesh import Axes
 from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
 from zeroshard.parameters.sharded import ShardedParameter
@@ -265,12 +266,16 @@ class Stored:
         """The places of its tensors, by name."""
         return self.manifest.tensors
 
+    def refusal(self, why: str) -> ValueError:
+        """Return the error of a checkpoint that is whole, but not of this model or optimizer."""
+        return ValueError(f"'{self.directory}': {why}")
+
 
 def open_checkpoint(directory: Path) -> Stored:
     """Read the manifest of a checkpoint; no tensor is read.
 
     Raises:
-        RuntimeError: a file is missing or shortened, or the manifest is damaged or says what cannot be.
+        DamageError: a file is missing or shortened, or the manifest is damaged or says what cannot be.
     """
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
@@ -287,9 +292,8 @@ def open_checkpoint(directory: Path) -> Stored:
             dtype = torch.uint8 if is_codes(key, tensors) else tensor.dtype
             dtype = torch.float32 if is_scales(key, tensors) else dtype
             if form != (expected := (dtype, shape_of(key, tensors, record.shape, record.blocks))):
-                raise RuntimeError(
-                    f"{directory / MANIFEST}: state '{key}' of '{fqn}': expected {expected}, got {form}"
-                )
+                found = f"state '{key}' of '{fqn}': expected {expected}, got {form}"
+                raise Damage.CONTENT.of(directory / MANIFEST, found)
     return Stored(directory, manifest, states)
 
 
@@ -304,13 +308,13 @@ class TensorReader(ExitStack):
     def __init__(self, stored: Stored, evict: Callable[[Tensor], None] = lambda _: None) -> None:
         super().__init__()
         self.stored, self.evict = stored, evict
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[Path, BinaryIO] = {}
 
     def read(self, part: TensorSlice) -> None:
         """Fill `part.data`, in its own dtype, on its own device.
 
         Raises:
-            RuntimeError: the checkpoint does not hold all of it, or a file has become shorter.
+            DamageError: the checkpoint does not hold all of it, or a file has become shorter.
         """
         stored, num_read = self.stored.tensors[part.name], 0
         for box, values in part.boxes():
@@ -324,34 +328,29 @@ class TensorReader(ExitStack):
                 values.copy_(in_order)
                 self.evict(part.data)
         if num_read != part.data.numel():
-            raise RuntimeError(
-                f"{self.stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
-                f"{part.start} on, found {num_read}"
-            )
+            found = f"{num_read} of {part.data.numel()} elements of '{part.name}' from {part.start} on"
+            raise Damage.CONTENT.of(self.stored.directory / MANIFEST, found)
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill a tensor with all values of one of the same size, as `read` does."""
-        values = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-        self.read(TensorSlice(name, tuple(target.shape), 0, values))
-        target.copy_(values.view(target.shape))
+    def read_whole(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Return all of a tensor, read as `read` does."""
+        dtype, shape = self.stored.tensors[name].dtype, self.stored.tensors[name].shape
+        values = torch.empty(math.prod(shape), dtype=dtype, device=device)
+        self.read(TensorSlice(name, shape, 0, values))
+        return values.view(shape)
 
     def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
-        name = file_of(source.rank)
-        if name not in self._files:
-            self._files[name] = self.enter_context((self.stored.directory / name).open("rb"))
-        file = self._files[name]
-        begin = source.start + start * dtype.itemsize
-        step = max(1, MAX_BOX_BYTES // dtype.itemsize)
-        for at in range(0, target.numel(), step):
-            piece = target[at : at + step]
-            direct = piece.dtype == dtype and piece.device.type == "cpu"
-            raw = piece if direct else torch.empty(piece.numel(), dtype=dtype, device="cpu")
-            file.seek(begin + at * dtype.itemsize)
-            if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
-                raise RuntimeError(f"{self.stored.directory / name}: ends too early")
-            if not direct:
-                piece.copy_(raw)
-            self.evict(piece)
+        path = self.stored.directory / file_of(source.rank)
+        if path not in self._files:
+            self._files[path] = self.enter_context(path.open("rb"))
+        file, begin = self._files[path], source.start + start * dtype.itemsize
+        direct = target.dtype == dtype and target.device.type == "cpu"
+        raw = target if direct else torch.empty(target.numel(), dtype=dtype, device="cpu")  # at most a box
+        file.seek(begin)
+        if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
+            raise Damage.SIZE.of(path, begin + raw.nbytes, path.stat().st_size)
+        if not direct:
+            target.copy_(raw)
+        self.evict(target)
 
 
 # --------------------------------------------------------------------------------- descriptions of codes
@@ -388,29 +387,27 @@ def check_buffers(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) 
             if is_description(name):
                 saved, own = _read_description(reader, name), _unpack(buffer)
                 if saved | {_OFFSET: None} != own | {_OFFSET: None}:
-                    raise ValueError(
-                        f"'{stored.directory}': '{_weight_of(name)}' is quantized as {saved}; the model has "
-                        f"{own}: expected the same kind of codes"
+                    raise stored.refusal(
+                        f"'{_weight_of(name)}' is quantized as {saved}; the model has {own}: expected the "
+                        "same kind of codes"
                     )
             elif shape != expected:
-                raise ValueError(
-                    f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects {expected}"
-                )
+                raise stored.refusal(f"buffer '{name}' has shape {shape}; the model expects {expected}")
 
 
 def read_buffer(reader: TensorReader, model: nn.Module, name: str, buffer: Tensor) -> None:
     """Read a buffer. Of a description, give its weight the offset of the scales that it has."""
     if not is_description(name):
-        reader.read_into(name, buffer)
+        buffer.copy_(reader.read_whole(name, buffer.device))
     elif (offset := _read_description(reader, name).get(_OFFSET)) is not None:
         weight: Any = model.get_parameter(_weight_of(name))
         weight.quant_state.offset.fill_(offset)
 
 
 def _read_description(reader: TensorReader, name: str) -> dict[str, Any]:
-    values = torch.empty(reader.stored.tensors[name].shape, dtype=torch.uint8, device="cpu")
-    reader.read_into(name, values)
-    return _unpack(values)
+    values = reader.read_whole(name)
+    with naming_damage(reader.stored.directory):
+        return _unpack(values)
 
 
 def _weight_of(name: str) -> str:
@@ -419,5 +416,5 @@ def _weight_of(name: str) -> str:
 
 
 def _unpack(values: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(bytes(values.cpu().numpy()).decode())
+    found: dict[str, Any] = typed(dict[str, Any], json.loads(bytes(values.cpu().numpy())), "description")
     return found

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import TENSORS, VALUES
 from zeroshard.codec import dtype_name, naming_damage, typed
+from zeroshard.plan.layout import Span
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor, TensorInfo, begin_file, read_header
 
 MAX_DEPTH = 100
@@ -102,7 +103,7 @@ def read_values(directory: Path) -> Any:
     """Return the values of which `to_files` made files.
 
     Raises:
-        RuntimeError: a file is damaged, or says what cannot be.
+        DamageError: a file is damaged, or says what cannot be.
     """
     file = directory / VALUES
     with naming_damage(file):
@@ -201,9 +202,6 @@ class _JsonDecoder:
 
     def __init__(self, file: Path) -> None:
         self._infos: dict[str, FileTensor] = read_header(file)
-        self._data = bytearray(file.read_bytes())
-        if sum(info.numel * info.file_dtype.itemsize for info in self._infos.values()) > len(self._data):
-            raise ValueError(f"{file}: expected tensors that do not overlap")
         self._make: dict[str, Callable[[Any], Any]] = {
             **{f"${kind.__name__}": kind for kind in _SEQUENCES},
             "$dict": dict,
@@ -244,10 +242,7 @@ class _JsonDecoder:
         requires_grad: bool = False,
     ) -> Tensor:
         info = self._infos.pop(name)  # each once: a small file cannot fill the memory
-        values = torch.empty(info.shape, dtype=info.file_dtype, device="cpu")
-        if info.numel:
-            stored = torch.frombuffer(self._data, dtype=info.file_dtype, count=info.numel, offset=info.offset)
-            values.copy_(stored.view(info.shape))
+        values = info.read(Span(0, info.numel)).view(info.shape).clone()
         if dtype is not None:
             values = values.view(typed(torch.dtype, dtype, name)).view(shape or ())
         return values.requires_grad_(requires_grad)
