@@ -70,19 +70,26 @@ class FileTensor:
         """
         size, num_read = self.file_dtype.itemsize, 0
         raw = host_memory(sum(span.size for span in spans) * size, pinned=False)
-        memory = raw.numpy().data
         with self.file.open("rb") as file:
             for span in spans:
-                file.seek(self.offset + span.start * size)
-                num_read += file.readinto(memory[num_read : num_read + span.size * size])
-        if num_read != raw.numel():
-            stop = self.offset + max(span.stop for span in spans) * size
-            raise Damage.SIZE.of(self.file, stop, self.file.stat().st_size)
+                fill(file, self.offset + span.start * size, raw[num_read : num_read + span.size * size])
+                num_read += span.size * size
         return raw.view(self.file_dtype).to(self.dtype)
 
     def __str__(self) -> str:
         """Describe it in the same words on all ranks, also if each has its own copy of the file."""
         return f"in {self.file.name} at byte {self.offset} as {self.file_dtype}"
+
+
+def fill(file: Any, start: int, memory: Tensor) -> None:
+    """Read the bytes of an open file from `start` on into memory, [n] of uint8 on the host.
+
+    Raises:
+        DamageError: the file ends too early.
+    """
+    file.seek(start)
+    if file.readinto(memory.numpy().data) != memory.numel():
+        raise Damage.SIZE.of(Path(file.name), start + memory.numel(), os.fstat(file.fileno()).st_size)
 
 
 @dataclass(frozen=True, slots=True)

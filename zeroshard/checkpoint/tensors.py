@@ -16,14 +16,14 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, runs, split, whole
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, split, whole
 from zeroshard.codec import Damage, naming_damage, typed
 from zeroshard.comm.mesh import Axes
 from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
@@ -31,6 +31,7 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.plan.originals import counts
+from zeroshard.safetensors import fill
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
@@ -308,7 +309,9 @@ class TensorReader(ExitStack):
     def __init__(self, stored: Stored, evict: Callable[[Tensor], None] = lambda _: None) -> None:
         super().__init__()
         self.stored, self.evict = stored, evict
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, Any] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        """The bytes of the box that was read last."""
 
     def read(self, part: TensorSlice) -> None:
         """Fill `part.data`, in its own dtype, on its own device.
@@ -318,15 +321,12 @@ class TensorReader(ExitStack):
         """
         stored, num_read = self.stored.tensors[part.name], 0
         for box, values in part.boxes():
-            in_order = values if values.is_contiguous() else torch.empty_like(values).contiguous()
             for source in stored.parts:
-                for run in runs(source.box, box):
-                    target = in_order.view(-1)[run.target : run.target + run.numel]
-                    self._read_run(source, stored.dtype, run.source, target)
-                    num_read += run.numel
-            if in_order is not values:
-                values.copy_(in_order)
-                self.evict(part.data)
+                if (common := source.box.intersect(box)) is not None:
+                    read = self._read_box(source, stored.dtype, common.span_in(source.box))
+                    values[common.within(box)] = read[common.within(source.box)]
+                    self.evict(part.data)
+                    num_read += common.numel
         if num_read != part.data.numel():
             found = f"{num_read} of {part.data.numel()} elements of '{part.name}' from {part.start} on"
             raise Damage.CONTENT.of(self.stored.directory / MANIFEST, found)
@@ -338,19 +338,16 @@ class TensorReader(ExitStack):
         self.read(TensorSlice(name, shape, 0, values))
         return values.view(shape)
 
-    def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
-        path = self.stored.directory / file_of(source.rank)
+    def _read_box(self, source: StoredBox, dtype: torch.dtype, span: Span) -> Tensor:
+        """[sizes of the box] in memory of the reader: a flat range of the box has its values."""
+        path, size = self.stored.directory / file_of(source.rank), dtype.itemsize
         if path not in self._files:
             self._files[path] = self.enter_context(path.open("rb"))
-        file, begin = self._files[path], source.start + start * dtype.itemsize
-        direct = target.dtype == dtype and target.device.type == "cpu"
-        raw = target if direct else torch.empty(target.numel(), dtype=dtype, device="cpu")  # at most a box
-        file.seek(begin)
-        if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
-            raise Damage.SIZE.of(path, begin + raw.nbytes, path.stat().st_size)
-        if not direct:
-            target.copy_(raw)
-        self.evict(target)
+        if self._memory.numel() < source.box.numel * size:
+            self._memory = torch.empty(source.box.numel * size, dtype=torch.uint8, device="cpu")
+        box = self._memory[: source.box.numel * size]
+        fill(self._files[path], source.start + span.start * size, box[span.start * size : span.stop * size])
+        return box.view(dtype).view(source.box.sizes)
 
 
 # --------------------------------------------------------------------------------- descriptions of codes
