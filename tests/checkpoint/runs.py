@@ -108,6 +108,19 @@ def token_loss(engine: nn.Module, number: int) -> Tensor:
     return F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def square_loss(width: int) -> Loss:
+    """Return the loss of models from [4, width], the same on each rank."""
+
+    def loss(engine: nn.Module, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return engine(torch.randn(4, width, generator=generator)).square().mean()
+
+    return loss
+
+
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -143,9 +156,7 @@ def start(
     return zeroshard.initialize(model, made, config, **given).engine
 
 
-def train(
-    engine: Engine, numbers: Iterable[int], loss: Callable[[nn.Module, int], Tensor] = token_loss
-) -> list[float]:
+def train(engine: Engine, numbers: Iterable[int], loss: Loss = token_loss) -> list[float]:
     """The mean losses over all ranks of steps on the global batches of these numbers."""
     losses = []
     for number in numbers:
@@ -162,7 +173,7 @@ def saved(
     optimizer: Maker | None = adamw,
     *,
     numbers: Iterable[int] = range(2),
-    loss: Callable[[nn.Module, int], Tensor] = token_loss,
+    loss: Loss = token_loss,
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
     **given: Any,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.checkpoint.damage import PART, Edit, damaged, edit_manifest, edit_values, message_of, refit
-from tests.checkpoint.runs import differences, saved, state, train
+from tests.checkpoint.runs import differences, saved, square_loss, state, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 
@@ -190,6 +190,12 @@ LINKS = {name: link(name) for name in (".metadata", VALUES, TENSORS, MANIFEST, P
     "to nowhere": link(PART, "nowhere")
 }
 
+REMEDIES = (
+    "Load an older tag, or copy the file anew",
+    "Only its directory may be a link",
+    "Load it with what wrote it, ",
+    "load with restore_hyperparameters=False",
+)
 KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, "links": LINKS}
 """tests/hf/test_pretrained.py has damaged headers of safetensors, for the same reader."""
 
@@ -204,9 +210,7 @@ def begin(folder: Path, **given: Any) -> Any:
     return saved(folder, numbers=[0], loss=loss, tag="tag", model=model, **given)
 
 
-def loss(engine: nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return engine(torch.randn(4, 24, generator=generator)).square().mean()
+loss = square_loss(24)
 
 
 def generators() -> Any:
@@ -231,6 +235,7 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
         text = message_of(lambda bad=bad: engine.load_checkpoint(bad))  # type: ignore[misc]
         found += [] if f"{bad / 'tag.0'}/" in text else [f"{name}: {text}"]
         found += [f"{name}: {len(text)} characters"] * (len(text) > 600)
+        found += [f"{name}: no remedy: {text}"] * (not any(remedy in text for remedy in REMEDIES))
         found += [f"{name}: loaded in part: {text}"] * ("in part" in text)
     found += ["generators"] * (generators() != drawn)
     found += differences(state(engine), before)

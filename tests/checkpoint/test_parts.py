@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import refused, saved, start, state, train
+from tests.checkpoint.runs import refused, saved, square_loss, start, state, train
 from tests.distributed.training import SOME_STAGES
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.manifest import read_manifest
@@ -81,8 +81,7 @@ class Adapted(nn.Module):
         return self.again(x.bfloat16()).float()
 
 
-def loss(engine, number):
-    return engine(torch.randn(4, 40, generator=torch.Generator().manual_seed(number))).square().mean()
+loss = square_loss(40)
 
 
 def without_frozen(stage, base_seed=7, **checkpoint):

@@ -341,11 +341,12 @@ class TensorReader(ExitStack):
     def _read_box(self, source: StoredBox, dtype: torch.dtype, span: Span) -> Tensor:
         """[sizes of the box] in memory of the reader: a flat range of the box has its values."""
         path, size = self.stored.directory / file_of(source.rank), dtype.itemsize
+        num_bytes = source.box.numel * size
         if path not in self._files:
             self._files[path] = self.enter_context(path.open("rb"))
-        if self._memory.numel() < source.box.numel * size:
-            self._memory = torch.empty(source.box.numel * size, dtype=torch.uint8, device="cpu")
-        box = self._memory[: source.box.numel * size]
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        box = self._memory[:num_bytes]
         fill(self._files[path], source.start + span.start * size, box[span.start * size : span.stop * size])
         return box.view(dtype).view(source.box.sizes)
 
@@ -354,6 +355,7 @@ class TensorReader(ExitStack):
 
 
 _MARK = ".quant_state.bitsandbytes__"
+"""It stands between the name of a weight and the kind of its codes."""
 _OFFSET = "nested_offset"
 
 
@@ -385,8 +387,8 @@ def check_buffers(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) 
                 saved, own = _read_description(reader, name), _unpack(buffer)
                 if saved | {_OFFSET: None} != own | {_OFFSET: None}:
                     raise stored.refusal(
-                        f"'{_weight_of(name)}' is quantized as {saved}; the model has {own}: expected the "
-                        "same kind of codes"
+                        f"'{name.partition(_MARK)[0]}' is quantized as {saved}; the model has {own}: "
+                        "expected the same kind of codes"
                     )
             elif shape != expected:
                 raise stored.refusal(f"buffer '{name}' has shape {shape}; the model expects {expected}")
@@ -397,19 +399,13 @@ def read_buffer(reader: TensorReader, model: nn.Module, name: str, buffer: Tenso
     if not is_description(name):
         buffer.copy_(reader.read_whole(name, buffer.device))
     elif (offset := _read_description(reader, name).get(_OFFSET)) is not None:
-        weight: Any = model.get_parameter(_weight_of(name))
+        weight: Any = model.get_parameter(name.partition(_MARK)[0])
         weight.quant_state.offset.fill_(offset)
 
 
 def _read_description(reader: TensorReader, name: str) -> dict[str, Any]:
-    values = reader.read_whole(name)
     with naming_damage(reader.stored.directory):
-        return _unpack(values)
-
-
-def _weight_of(name: str) -> str:
-    """The name of the weight that a description belongs to."""
-    return name.partition(_MARK)[0]
+        return _unpack(reader.read_whole(name))
 
 
 def _unpack(values: Tensor) -> dict[str, Any]:
