@@ -122,12 +122,10 @@ def parse(content: Mapping[str, Any]) -> Manifest:
     tensors = manifest.tensors
     typed(_Parts, manifest.written_by.get(NUM_PARTS, 1), f"written_by.{NUM_PARTS}")
     check_places(tensors, {name: record.num_bytes for name, record in manifest.files.items()})
-    for name in (VALUES, TENSORS):
-        if name not in manifest.files:
-            raise ValueError(f"expected '{name}' among the files, got none")
-    for name in (*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())):
-        if name not in tensors:
-            raise ValueError(f"expected '{name}' among the tensors, got none")
+    missing = {VALUES, TENSORS} - manifest.files.keys()
+    missing |= {*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())} - tensors.keys()
+    if missing:
+        raise ValueError(f"expected {sorted(missing)} among the files and tensors, got none")
     for name, record in manifest.parameters.items():
         expected = record.dtype, record.shape
         if name in tensors and (found := (tensors[name].dtype, tensors[name].shape)) != expected:

@@ -91,12 +91,9 @@ def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     encoded = encoder.encode(dict(values), "values", -3)
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in encoder.tensors.items()}
     beginning = begin_file(infos)
-    data = bytearray(beginning.num_bytes)
-    data[: len(beginning.header)] = beginning.header
-    for name, tensor in encoder.tensors.items():
-        start = beginning.offsets[name]
-        data[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {VALUES: json.dumps(encoded, allow_nan=False).encode(), TENSORS: bytes(data)}
+    data = (encoder.tensors[name].reshape(-1).view(torch.uint8).numpy() for name in beginning.offsets)
+    tensors = b"".join([beginning.header, *data])  # they lie in this order, without gaps
+    return {VALUES: json.dumps(encoded, allow_nan=False).encode(), TENSORS: tensors}
 
 
 def read_values(directory: Path) -> Any:
@@ -175,8 +172,7 @@ class _JsonEncoder:
             )
         options: dict[str, Any] = {"requires_grad": True} if value.requires_grad else {}
         tag = "$parameter" if type(value) is nn.Parameter else "$tensor"
-        value = value.detach()
-        value = value.cpu().resolve_conj().resolve_neg().contiguous()
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         name, stored = str(len(self.tensors)), value
         if value.dtype not in DTYPE_NAMES:  # stored as bytes
             options |= {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
