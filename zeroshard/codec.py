@@ -9,7 +9,7 @@
     dict[K, X]                      a dict
     a dataclass                     a dict with its fields alone; it may lack those that have a default
 
-So a file with an entry of a later version is refused.
+So a file with an entry of a later version is refused. All that a file may lack is a kind of `Damage`.
 """
 
 from __future__ import annotations

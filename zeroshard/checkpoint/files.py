@@ -101,9 +101,9 @@ class CheckpointPlace:
         return self.folder / f".{self.tag}.{self.generation}.tmp"
 
 
-def check_free(folder: Path, tag: str) -> None:
-    """Raise ValueError if the name of a tag is a directory."""
-    if (folder / tag).is_dir():
+def make_free(folder: Path, tag: str) -> None:
+    """As `make_folder`; raise ValueError if the name of a tag is a directory in the folder."""
+    if (make_folder(folder) / tag).is_dir():
         raise ValueError(f"tag: '{folder / tag}' is a directory: expected another tag")
 
 
@@ -114,8 +114,7 @@ def open_place(folder: Path, tag: str) -> CheckpointPlace:
         OSError: the folder can't be written to.
         ValueError: the name of the tag is a directory.
     """
-    make_folder(folder)
-    check_free(folder, tag)
+    make_free(folder, tag)
     current = _read_pointer(folder, tag)
     is_named = current is not None and (folder / current / MANIFEST).is_file()
     known = dict(_generations(folder, tag))

@@ -244,8 +244,7 @@ class Saver:
         def copy() -> None:
             nonlocal snapshot
             if self._axis.rank == 0:
-                files.make_folder(snapshot.folder)  # an error is told now, before further steps
-                files.check_free(snapshot.folder, snapshot.tag)
+                files.make_free(snapshot.folder, snapshot.tag)  # an error is told now, before further steps
             snapshot = self.copied(snapshot)
 
         # Here: the thread may run when the interpreter ends, and then some modules cannot be imported.
