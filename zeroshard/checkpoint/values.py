@@ -91,8 +91,8 @@ def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     encoded = encoder.encode(dict(values), "values", -3)
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in encoder.tensors.items()}
     beginning = begin_file(infos)
-    data = (encoder.tensors[name].reshape(-1).view(torch.uint8).numpy() for name in beginning.offsets)
-    tensors = b"".join([beginning.header, *data])  # they lie in this order, without gaps
+    flat = (encoder.tensors[name].reshape(-1).view(torch.uint8) for name in beginning.offsets)
+    tensors = b"".join([beginning.header, *(one.numpy().data for one in flat)])  # in this order, without gaps
     return {VALUES: json.dumps(encoded, allow_nan=False).encode(), TENSORS: tensors}
 
 
