@@ -27,8 +27,7 @@ OPTIONS = {
     "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
     "SGD": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
 }
-PAGED = [f"Paged{name}" for name in ("Adam", "AdamW", "Lion")]
-KINDS = [*OPTIONS, *PAGED]
+KINDS = [*OPTIONS, "PagedAdamW"]
 
 
 def options_of(kind):
