@@ -456,7 +456,8 @@ def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
     counts = {f"{unit} of the package": count for unit, count in size(trees).items()}
     counts |= {f"{unit} of the core": count for unit, count in size(core).items()}
     counts["lines of code of examples, benchmarks and tools"] = sum(map(code_lines, programs))
-    counts["lines of the longest file"] = max(len(read(path).splitlines()) for path in trees)
+    files = (file for folder in ("zeroshard", "tests", *PROGRAMS) for file in (ROOT / folder).rglob("*.py"))
+    counts["lines of the longest file"] = max(len(read(file).splitlines()) for file in files)
     counts["booleans of the core"] = sum(len(booleans(tree)) for tree in core.values())
     counts["class names that are defined twice"] = len(defined_twice(trees))
     counts["modules that one other module imports"] = sum(len(by) == 1 for by in importers(trees).values())
