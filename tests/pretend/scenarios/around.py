@@ -12,7 +12,6 @@ import torch
 from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
-from zeroshard.forwards.methods import held_unsharded
 from zeroshard.stepping.attach import attach
 
 Config = dict[str, Any]
@@ -152,7 +151,7 @@ def saved_in_background(bench: Bench) -> None:
 def generation_with_held_parameters(bench: Bench) -> None:
     engine = bench.start(bench.gpt(), stage=3, precision=BF16)
     bench.train(1)
-    with torch.no_grad(), held_unsharded(engine._runtime):
+    with engine.gathered():
         for _ in range(1 + 2 * bench.rank):
             engine.module(bench.tokens(3))
     bench.train(1)
