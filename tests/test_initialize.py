@@ -21,6 +21,7 @@ from zeroshard import Config, Engine, Initialized
 from zeroshard.agreement import check_agreement
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.internals.warn import first_of
 from zeroshard.plan.units import find_units
 
 
@@ -186,6 +187,20 @@ def test_foreign_parameters_are_refused_with_their_shapes_and_groups():
     assert "that are not the model's: [] in group 0, [10, 7] in group 0, [10] in group 0. " in refusal(
         copied, adamw(model)
     )
+
+
+@on_ranks(2)
+def test_rank_0_warns_of_trainable_parameters_that_the_optimizer_does_not_hold():
+    model = Tiny()
+    model.gain.requires_grad_(False)
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad][1:]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zeroshard.initialize(model, torch.optim.SGD([model.inner.weight], lr=0.1)).engine.close()
+    found = [str(warning.message) for warning in caught if "does not hold" in str(warning.message)]
+    assert len(found) == (dist.get_rank() == 0)
+    for text in found:
+        assert text.startswith(f"SGD does not hold {first_of(sorted(left_out))}, which never change. ")
 
 
 def test_an_optimizer_that_has_stepped_is_refused_with_a_parameter():

@@ -172,7 +172,8 @@ def test_two_ranks_learn_and_show_the_memory_they_held(run: Run, text: Path, tmp
     reports = {values["step"]: values["loss"] for values in logged if "loss" in values}
     means = {step: sum(losses[begin:step]) / (step - begin) for begin, step in ((0, 10), (10, 15))}
     assert reports == pytest.approx(means, rel=1e-5)
-    form = r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d:]+ in all"
+    form = r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d,]+ MiB, "
+    form += r"[\d:]+ in all"
     assert re.search(rf"^step 15/15: {form}$", ended.printed, re.MULTILINE)
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
     assert "NOT be kept" not in ended.printed

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -91,6 +92,9 @@ def open_terminal(place: str, run: RunFacts) -> Target:
 
     def log(step: int, values: Mapping[str, float]) -> None:
         texts = [_FIGURES.get(name, f"{name} {{:.4g}}".format)(value) for name, value in values.items()]
+        if run.num_steps is not None and step < run.num_steps and "seconds" in values:
+            left = values["seconds"] / (step - run.first_step) * (run.num_steps - step)
+            texts.append(f"{timedelta(seconds=round(left))} left")
         print("  ".join([f"step {step}{of}", *filter(None, texts)]), flush=True)  # noqa: T201 - it is asked for
 
     return Calls(log, lambda: None)  # each line is there
@@ -270,7 +274,7 @@ class StepLog:
         targets: the places for the metrics: "terminal", "jsonl:FILE", "tensorboard:FOLDER",
             "wandb:PROJECT", "mlflow:URI", or an object with the methods `log` and `close` of `Target`.
         every: steps from one report to the next.
-        num_steps: steps of the whole run, for the terminal.
+        num_steps: steps of the whole run, for the terminal, which then shows the time that is left.
         config: values that belong to the run, in addition to the config of the engine.
 
     Raises:
