@@ -17,7 +17,6 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -39,7 +38,6 @@ from zeroshard.comm.watch.status import (
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
-@dataclass(eq=False)
 class Pending:
     """An exchange under way, in threads of the backend.
 
@@ -51,14 +49,16 @@ class Pending:
         then: a function to call when the values have arrived.
     """
 
-    axis: Axis
-    label: str
-    kind: str
-    works: Sequence[dist.Work | None]
-    then: Callable[[], None] | None = None
-
-    def __post_init__(self) -> None:
-        self.axis.under_way.add(self)
+    def __init__(
+        self,
+        axis: Axis,
+        label: str,
+        kind: str,
+        works: Sequence[dist.Work | None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self.axis, self.label, self.kind, self.works, self.then = axis, label, kind, works, then
+        axis.under_way.add(self)
 
     def wait(self) -> None:
         """Have the host wait until all values have arrived. A second call does nothing.
@@ -174,7 +174,16 @@ class Axis:
             raise self.waits.error(label, error) from None
         return Pending(self, label, kind, [work]) if self.exchanges else self.waits.issue(label)
 
-    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER) -> Handle:
+    def all_gather(
+        self,
+        flat: Tensor,
+        own: Tensor,
+        *,
+        tag: int,
+        label: str,
+        channel: str = GATHER,
+        chunks: Sequence[Tensor] = (),
+    ) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
@@ -184,8 +193,9 @@ class Axis:
                 any other collective that may be under way.
             label: the name of the collective in error messages.
             channel: the communicator, GATHER or REDUCE; both halves of an all-reduce use the same one.
+            chunks: `flat.chunk(size)`, if the caller keeps it.
         """
-        chunks, is_sent = flat.chunk(self.size), self.size > 1 and flat.numel() > 0
+        chunks, is_sent = chunks or flat.chunk(self.size), self.size > 1 and flat.numel() > 0
         works: list[dist.Work] = []
         if is_sent:
             label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)

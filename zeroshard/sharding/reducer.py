@@ -73,6 +73,7 @@ class UnitOrder:
         is_late = setting.steps_in_backward is False
         walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
         self._by_name = {unit.name: unit for unit in walked}
+        self._gathered = frozenset(unit for unit in units if not unit.is_resident)
         self.units: list[Unit] = []
         self.has_changed = False
         """True if this rank has met a new unit or another order since the ranks last agreed."""
@@ -108,8 +109,8 @@ class UnitOrder:
         """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
         if unit.position < 0 and unit is not self._by_name[""]:
             return []
-        later, scope = islice(self.units, unit.position + 1, None), self.scope
-        return list(islice((u for u in later if not u.is_resident and (scope is None or u in scope)), num))
+        later = filter(self._gathered.__contains__, islice(self.units, unit.position + 1, None))
+        return list(islice(later if self.scope is None else filter(self.scope.__contains__, later), num))
 
     def _reduce(self, first: list[Unit]) -> None:
         """Reduce these units first from now on: the order is agreed on, or follows from the last backward."""
