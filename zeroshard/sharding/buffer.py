@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Hashable, Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import add, attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -320,10 +321,9 @@ class FlatBuffer:
 
         So torch refuses the backward of a forward that has saved values from before.
         """
-        own = [index for index, parameter in enumerate(self.sharded) if parameter in stepped]
-        increment_version([self.unsharded[index] for index in own])
-        for index in own:
-            self.versions[index] += 1
+        flags = [*map(stepped.__contains__, self.sharded)]
+        increment_version([*compress(self.unsharded, flags)])
+        self.versions = [*map(add, self.versions, flags)]
 
     def begin_gather(self, label: str) -> Handle | None:
         """Allocate `full` and write this rank's part, on the current stream.

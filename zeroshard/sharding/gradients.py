@@ -297,8 +297,8 @@ class Gradients:
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
         flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
-        missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
-        if missing:
+        if len(self._filled) < len(self._slices):
+            missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
             torch._foreach_zero_(missing)
         self._filled = set()
         scale = self._late_scale * (self._scale if self._is_deferred else 1.0)

@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress, islice, pairwise
+from itertools import chain, compress, islice, pairwise
+from operator import attrgetter, methodcaller
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -42,6 +43,9 @@ from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.unit import Unit
 
 T = TypeVar("T", bound=Hashable)
+
+# All gradients are asked in every backward: a generator would take several times as long.
+_sharded_of, _progress = attrgetter("buffer.sharded"), methodcaller("progress")
 
 
 def merge(orders: Iterable[Sequence[T]]) -> list[T]:
@@ -275,8 +279,9 @@ class Reducer:
             if gradients.state is not GradientState.EMPTY:
                 self._keep_late(gradients, index, gradient)
                 return
-            for older in (one for unit in self.under_way[:-1] for one in unit.gradients):
-                older.wait()  # see [Note: Two packed units]
+            for unit in self.under_way[:-1]:  # see [Note: Two packed units]
+                for older in unit.gradients:
+                    older.wait()
         gradients.pack(index, gradient)
 
     def _keep_late(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
@@ -307,8 +312,8 @@ class Reducer:
         ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready, self._ended = deque(ordered), set(), []
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
-            self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
+            gradients = map(gradient_of, chain.from_iterable(map(_sharded_of, self._all)))
+            self._state.has_shown_gradients = bool(set(gradients) - {None})
 
     def start(self, unit: Unit | None = None) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.
@@ -357,7 +362,7 @@ class Reducer:
     def _progress(self, but: int) -> None:
         """Bring all reductions but the newest ones to the next exchange, or to their end."""
         for unit in self.under_way[: len(self.under_way) - but]:
-            if not sum([gradients.progress() for gradients in unit.gradients]):
+            if not sum(map(_progress, unit.gradients)):
                 self.under_way.remove(unit)
                 self._ended.append(unit)
 

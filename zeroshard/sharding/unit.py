@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 from weakref import WeakSet
 
@@ -57,6 +57,7 @@ _MOVES = {
 
 # Every unit is asked in every step: a generator would take three times as long.
 _is_stale, _missing = attrgetter("store.is_stale"), attrgetter("missing")
+_start_reduce = methodcaller("start_reduce")
 _visit_of, _ended_of = attrgetter("visit"), attrgetter("ended")
 
 _OWN_KINDS = (Tensor, nn.Parameter)
@@ -390,7 +391,7 @@ class Unit:
         Returns:
             True if exchanges of its gradients are under way or to come.
         """
-        return sum(gradients.start_reduce() for gradients in self.gradients) > 0
+        return sum(map(_start_reduce, self.gradients)) > 0
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a backward that failed."""
