@@ -17,6 +17,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from zeroshard.comm.watch.status import (
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
+@dataclass(eq=False)
 class Pending:
     """An exchange under way, in threads of the backend.
 
@@ -49,16 +51,14 @@ class Pending:
         then: a function to call when the values have arrived.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        label: str,
-        kind: str,
-        works: Sequence[dist.Work | None],
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        self.axis, self.label, self.kind, self.works, self.then = axis, label, kind, works, then
-        axis.under_way.add(self)
+    axis: Axis
+    label: str
+    kind: str
+    works: Sequence[dist.Work | None]
+    then: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.axis.under_way.add(self)
 
     def wait(self) -> None:
         """Have the host wait until all values have arrived. A second call does nothing.
@@ -175,14 +175,7 @@ class Axis:
         return Pending(self, label, kind, [work]) if self.exchanges else self.waits.issue(label)
 
     def all_gather(
-        self,
-        flat: Tensor,
-        own: Tensor,
-        *,
-        tag: int,
-        label: str,
-        channel: str = GATHER,
-        chunks: Sequence[Tensor] = (),
+        self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER, chunks: Parts = ()
     ) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 

@@ -32,10 +32,9 @@ class BufferPool:
 
     def take(self, dtype: torch.dtype, size: int) -> Tensor:
         """Return a buffer without values: [size]."""
-        for at in reversed(range(len(self._free))):
-            if self._free[at].dtype is dtype and self._free[at].numel() == size:
-                buffer = self._free.pop(at)
-                break
+        fitting = [at for at, one in enumerate(self._free) if (one.dtype, one.numel()) == (dtype, size)]
+        if fitting:
+            buffer = self._free.pop(fitting[-1])
         else:
             buffer = torch.empty(size, dtype=dtype, device=self._device)
         self._bytes_in_use += buffer.nbytes

@@ -230,8 +230,7 @@ class FlatBuffer:
         self.versions = [parameter._version for parameter in self.unsharded]
         """The version of each unsharded parameter that nobody has edited."""
         item, offsets = self.full.element_size(), self.layout.offsets
-        filled = [(p, at * item) for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()]
-        self._filled, self._starts = [p for p, _ in filled], [start for _, start in filled]
+        self._starts = {p: at * item for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()}
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
         self._axis = axes[plan.gathers[0].axis] if plan.gathers else None
         """The ranks that gather; None: this one has all values."""
@@ -314,7 +313,7 @@ class FlatBuffer:
         if not (self.is_resident or self.full.untyped_storage().nbytes()):
             return False
         first = self.full.data_ptr()
-        return list(map(Tensor.data_ptr, self._filled)) != [first + start for start in self._starts]
+        return [*map(Tensor.data_ptr, self._starts)] != [first + start for start in self._starts.values()]
 
     def count_step(self, stepped: Container[nn.Parameter]) -> None:
         """Count a step of some sharded parameters as an edit of the unsharded ones.
@@ -341,13 +340,12 @@ class FlatBuffer:
         if not self.is_resident:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
-        if (own := self._second) is None:
-            axis, own, chunks = self._axis, self.store.begin(self._own), self._chunks
-        else:
-            axis, chunks = self._second_axis, ()
-        if axis is None:
+        if self._second is not None:
+            return self._second_axis.all_gather(self.full, self._second, tag=self.tag, label=label)
+        own = self.store.begin(self._own)
+        if self._axis is None:
             return None
-        return axis.all_gather(self.full, own, tag=self.tag, label=label, chunks=chunks)
+        return self._axis.all_gather(self.full, own, tag=self.tag, label=label, chunks=self._chunks)
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full`, which is not resident, back; nothing may still be writing to it.
@@ -377,7 +375,7 @@ class FlatBuffer:
         self.store.release()
         self.full, self._own, self._chunks = self.main, self.main, ()
         self.sharded, self.unsharded, self.originals = (), (), ()
-        self.versions, self._filled, self._starts = [], [], []
+        self.versions, self._starts = [], {}
 
     def gather_wholes(self) -> list[Tensor]:
         """Gather the main parameters, as the model had them; collective.

@@ -328,11 +328,6 @@ class Gradients:
             self._advance()
         return self.state is GradientState.REDUCING
 
-    def complete(self) -> None:
-        """Finish a reduction that was started; its gradients wait for delivery."""
-        while self.state is GradientState.REDUCING:
-            self._advance()
-
     def _advance(self) -> None:
         """Go on to the next `yield` of the reduction, or to its end."""
         try:
@@ -440,7 +435,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
-        self.complete()
+        while self.progress():
+            pass
         if self._flat is not None:
             self._pool.drop(self._flat)
         self._reset()

@@ -45,8 +45,6 @@ _WATCHED = "_zeroshard_watched"
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
-_state_of, _requires_grad = attrgetter("state"), attrgetter("requires_grad")
-_is_leaf, _hooks_of = attrgetter("is_leaf"), attrgetter("_backward_hooks")
 
 
 class Passes:
@@ -196,7 +194,7 @@ class Passes:
         # The same order on all ranks; about a forward's order.
         for unit in (*self.quiet, *reversed(self._order.reductions)):
             unit.refresh()
-        self._state.reads_main |= UnitState.GATHERING in map(_state_of, self._units)
+        self._state.reads_main |= UnitState.GATHERING in map(attrgetter("state"), self._units)
 
     def _end_forward(self, may_have_backward: bool) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""
@@ -238,14 +236,14 @@ class Passes:
                 "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "
                 "dataclasses, or name in units= the class of a module around it that does"
             )
-        tensors = [*filter(_requires_grad, tensors)]
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
         if unit is self._root:  # the user may hook an output of a unit inside, which others have used, too
             tensors = [tensor for tensor in tensors if not hasattr(tensor, _WATCHED)]
-        if any(map(_is_leaf, tensors)) or any(map(_hooks_of, tensors)):
+        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
             # A unit may return its input: two hooks of one tensor would run in the order of the forward. It
             # may return a parameter, which lives on: a hook on it would run in later backwards too.
             output = view_tensors(output)
-            tensors = [*filter(_requires_grad, find_tensors(output)[0])]
+            tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
             call = unit.call
             if unit in self._frozen:

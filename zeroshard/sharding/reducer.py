@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, islice, pairwise
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -43,9 +43,6 @@ from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.unit import Unit
 
 T = TypeVar("T", bound=Hashable)
-
-# All gradients are asked in every backward: a generator would take several times as long.
-_sharded_of, _progress = attrgetter("buffer.sharded"), methodcaller("progress")
 
 
 def merge(orders: Iterable[Sequence[T]]) -> list[T]:
@@ -312,8 +309,8 @@ class Reducer:
         ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready, self._ended = deque(ordered), set(), []
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            gradients = map(gradient_of, chain.from_iterable(map(_sharded_of, self._all)))
-            self._state.has_shown_gradients = bool(set(gradients) - {None})
+            sharded = chain.from_iterable(map(attrgetter("buffer.sharded"), self._all))
+            self._state.has_shown_gradients = bool(set(map(gradient_of, sharded)) - {None})
 
     def start(self, unit: Unit | None = None) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.
@@ -362,7 +359,7 @@ class Reducer:
     def _progress(self, but: int) -> None:
         """Bring all reductions but the newest ones to the next exchange, or to their end."""
         for unit in self.under_way[: len(self.under_way) - but]:
-            if not sum(map(_progress, unit.gradients)):
+            if not sum([gradients.progress() for gradients in unit.gradients]):
                 self.under_way.remove(unit)
                 self._ended.append(unit)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -56,9 +56,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _missing = attrgetter("store.is_stale"), attrgetter("missing")
-_start_reduce = methodcaller("start_reduce")
-_visit_of, _ended_of = attrgetter("visit"), attrgetter("ended")
+_is_stale, _missing, _visit, _ended = map(attrgetter, ("store.is_stale", "missing", "visit", "ended"))
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -235,7 +233,6 @@ class Unit:
         self._kept = [buffer for buffer in buffers if buffer.is_resident]
         self._freed = [buffer for buffer in buffers if not buffer.is_resident]
         """The buffers that are gathered again after a change, and those that are for each use."""
-        self._seconds = [buffer for buffer in buffers if buffer.has_second]
         self.is_resident = plan.is_resident
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
@@ -270,8 +267,8 @@ class Unit:
         Ranks may call a recomputed unit under no_grad, without a checkpoint.
         """
         assert self.visit is not None, "it was called"
-        around = filter(None, map(_visit_of, self.recomputed_in))
-        return max(map(_ended_of, (self.visit, *around, *self.visit.regions)))
+        around = filter(None, map(_visit, self.recomputed_in))
+        return max(map(_ended, (self.visit, *around, *self.visit.regions)))
 
     # -- parameters -----------------------------------------------------------------------------------
 
@@ -341,7 +338,7 @@ class Unit:
                 buffer.free(for_backward and self.backward_needs_parameters)
             self._move(UnitState.SHARDED)
         elif not for_backward:
-            for buffer in self._seconds:
+            for buffer in self._freed:
                 buffer.keep_second(False)
 
     def refresh(self) -> None:
@@ -391,7 +388,7 @@ class Unit:
         Returns:
             True if exchanges of its gradients are under way or to come.
         """
-        return sum(map(_start_reduce, self.gradients)) > 0
+        return sum([gradients.start_reduce() for gradients in self.gradients]) > 0
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a backward that failed."""
@@ -421,15 +418,14 @@ class Unit:
 @torch.no_grad()
 def _refuse_edits(buffers: Sequence[FlatBuffer]) -> None:
     lost = []
-    with past_guards():
-        moved = [buffer for buffer in buffers if buffer.has_moved()]
     for buffer in buffers:
+        has_moved = buffer.has_moved()
         before, buffer.versions = buffer.versions, [p._version for p in buffer.unsharded]
         tensors = (buffer.full, buffer.main) if buffer.plan.is_alias else ()  # others may be freed
         shows_main = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
         for index, parameter in enumerate(buffer.unsharded):
             is_lost = before[index] != buffer.versions[index] and not shows_main
-            if buffer in moved:
+            if has_moved:
                 values, view = parameter.detach(), buffer.views(buffer.full)[index]
                 set_data(parameter, view)
                 is_lost |= not equal_values(values, view)

@@ -200,9 +200,6 @@ class Turn(NamedTuple):
     """enter, leave or free."""
 
 
-_began = attrgetter("began")
-
-
 def plan_turns(units: Iterable[Unit]) -> list[Turn]:
     """List the turns of a backward through the calls that the units have noted, in the order of the walk.
 
@@ -224,7 +221,7 @@ def plan_turns(units: Iterable[Unit]) -> list[Turn]:
 def last_turns(unit: Unit, began: int) -> tuple[Turn, Turn]:
     """The turns in which a unit is left and freed, if the first of its calls began at a tick."""
     regions = () if unit.visit is None else unit.visit.regions
-    freed = min([began, *map(_began, regions)])
+    freed = min([began, *map(attrgetter("began"), regions)])
     return Turn(began, unit, "leave"), Turn(freed, unit, "free")
 
 
