@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
             args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype, in_lists=True)
         before = passes.is_in_method
         try:
-            passes.before_forward(root, sys._getframe())
+            passes.before_forward(root)
             try:
                 passes.is_in_method = True
                 output = method(*args, **kwargs)
