@@ -18,7 +18,7 @@ import torch
 
 from tests.commands import examples, failure, rows, shown, write_llama
 from tests.distributed.models import Tiny
-from tests.distributed.training import square_loss, start
+from tests.distributed.training import start, take_steps
 from zeroshard.cli import checkpoints, doctor
 from zeroshard.cli.main import main
 from zeroshard.cli.options import COMMANDS, parse_model
@@ -55,9 +55,7 @@ def test_version_is_that_of_the_installed_package():
 
 def save(folder: str) -> None:
     engine, _ = start(Tiny(), stage=2, clip_grad_norm=1.0)
-    for number in range(2):
-        engine.backward(square_loss(engine, number))
-        engine.step()
+    take_steps(engine, range(2))
     engine.save_checkpoint(folder, "first")
     engine.save_checkpoint(folder, "second")
 

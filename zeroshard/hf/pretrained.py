@@ -41,6 +41,7 @@ def from_pretrained(
 
     Raises:
         ValueError: no safetensors checkpoint at `path`, or one of another model, or of quantized weights.
+        RuntimeError: a file of it is missing, shortened or damaged.
     """
     Config.parse(config)
     tensors = find_tensors(path)

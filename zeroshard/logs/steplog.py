@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import on_first
 from zeroshard.config.checked import flat
 from zeroshard.engine import Engine
 from zeroshard.internals.warn import warn_user
@@ -373,10 +372,10 @@ class StepLog:
             lr=self._used_lr,
             grad_norm=None if norm is None else norm.item(),
         )
-        shares = engine._axes.world.all_gather_object(own, "metrics of steps")
+        shares = engine.on_all("metrics of steps", lambda: own)
         now = time.perf_counter()
         found = combine(shares, engine.dp_world_size, now - self._since)
-        engine._guard.watch(self._seen, found["loss"], found.get("grad_norm"))
+        engine.watch(found["loss"], found.get("grad_norm"))
         metrics = {"seconds": now - self._begin, **found, "skipped_steps": engine.skipped_steps}
         self._losses, self._num_tokens = [], None
         self._since, self._reported = now, self._seen
@@ -389,12 +388,12 @@ class StepLog:
 
     def _open(self, targets: Sequence[str | Target], run: RunFacts) -> None:
         def open_all() -> None:
-            for target in targets:
+            for target in targets if self._engine.global_rank == 0 else ():
                 name = target if isinstance(target, str) else type(target).__name__
                 self._targets.append((name, open_target(target, run)))
 
         try:
-            on_first(self._engine._axes.world, "opening of log targets", open_all)
+            self._engine.on_all("opening of log targets", open_all)
         except BaseException:
             self.close()
             raise
