@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +19,7 @@ from zeroshard.comm.streams import mark_here
 from zeroshard.config.sections import Config
 from zeroshard.full import parameters as full
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.memory.tiered import count_elements
 from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
@@ -204,18 +204,6 @@ def unsharded(owner: Engine | Sharded, *modules: Any, write_back: bool = False) 
 def full_state_dict(owner: Engine | Sharded) -> dict[str, Tensor]:
     """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks."""
     return full.full_state_dict(owner._runtime)
-
-
-def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
-    """Count the elements of whole parameters, and of the weights that codes stand for.
-
-    Args:
-        parameters: parameters, sharded or not.
-        only_trainable: leave out frozen parameters.
-    """
-    counted = (p for p in parameters if p.requires_grad or not only_trainable)
-    whole = [(getattr(p, "quant_state", None), getattr(p, "full_shape", p.shape)) for p in counted]
-    return sum(math.prod(getattr(coded, "shape", None) or shape) for coded, shape in whole)
 
 
 def num_parameters(owner: Engine | Sharded, only_trainable: bool = False) -> int:

@@ -6,7 +6,7 @@ import transformers
 
 import zeroshard
 from zeroshard import Config, Mesh
-from zeroshard.memory.activations import Sizes
+from zeroshard.memory.typical import Sizes
 
 CONFIG = {
     "hidden_size": 256,

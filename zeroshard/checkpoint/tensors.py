@@ -25,10 +25,10 @@ from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, runs, split, whole
 from zeroshard.comm.mesh import Axes
-from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
+from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
-from zeroshard.plan.layout import BLOCK, Span
+from zeroshard.plan.layout import BLOCK, Span, num_blocks
 from zeroshard.plan.originals import counts
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime

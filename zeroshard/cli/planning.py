@@ -19,20 +19,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from textwrap import fill
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
+from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
+from zeroshard.memory.tiered import count_elements
+from zeroshard.memory.typical import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
-from zeroshard.planning.timeline import TIERS
-from zeroshard.sharded import count_elements
+from zeroshard.planning.machine import read_cluster
+from zeroshard.planning.timeline import TIERS, draw
 from zeroshard.tables import format_bytes, format_count, render
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SHARE = 0.9
 """The part of a device that an estimate may take: tests hold activations to within 10 % of a measurement."""
@@ -152,8 +154,6 @@ def estimate(options: EstimateOptions) -> None:
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
-                from zeroshard.planning.search import draw  # others need nothing of the planner
-
                 table += f"\n\n{name}: {_LEGEND}\n{draw(found.time_line)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
@@ -164,10 +164,8 @@ def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
     """Return the rates of the link to the host and back, in bytes per operation; None without one."""
     if cluster is None:
         return None
-    from zeroshard.planning.machine import read_cluster
-
-    machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
-    rate = machine.flops.get(str(dtype).removeprefix("torch."))
+    machine = read_cluster(cluster).machine
+    rate = machine.flops.get(show(config.precision.param_dtype or dtype_of("float32")))
     if not (rate and machine.to_host and machine.from_host):
         return None
     return machine.to_host / rate, machine.from_host / rate
@@ -257,7 +255,7 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
 
 
 def _about(model: nn.Module | int) -> str:
-    if isinstance(model, nn.Module):
+    if not isinstance(model, int):
         num, trained = (count_elements(model.parameters(), only_trainable=only) for only in (False, True))
         of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
         return f"{type(model).__name__} with {num:,} parameters{of_these}"
@@ -278,7 +276,9 @@ def _about_training(config: Config, options: EstimateOptions) -> str:
     precision = config.precision
     by_name = sorted({show(dtype) for dtype in dict(precision.overrides or ()).values()})
     others = f" and by name in {', '.join(by_name)}" if by_name else ""
-    computed, main = (show(dtype or torch.float32) for dtype in (precision.param_dtype, precision.main_dtype))
+    computed, main = (
+        show(dtype or dtype_of("float32")) for dtype in (precision.param_dtype, precision.main_dtype)
+    )
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
