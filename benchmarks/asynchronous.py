@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -220,17 +219,9 @@ def grid_runs(
     task: str, ranks: int, methods: Iterable[str], rates: Sequence[float], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The runs that a rate is chosen with, as rows of the document."""
+    given = {"task": task, "ranks": ranks, "momentum": MOMENTUM, "microbatches": args.microbatches}
     cases = [
-        Case(
-            task=task,
-            ranks=ranks,
-            method=method,
-            setting=GRID,
-            seed=seed,
-            lr=lr,
-            momentum=MOMENTUM,
-            microbatches=args.microbatches,
-        )
+        Case(method=method, setting=GRID, seed=seed, lr=lr, **given)
         for method in methods
         for lr in (rates[1:4] if args.quick else rates)
         for seed in TUNING_SEEDS
@@ -291,17 +282,9 @@ def cases_of(task: str, rates: Rates, args: argparse.Namespace) -> list[Case]:
                 settings[OWN] = rates.own[name], MOMENTUM
             if per_step == 1:
                 settings[SCALED] = scaled(rates.best[MANY], MOMENTUM, MANY)
+        given = {"task": task, "ranks": ranks, "method": name, "microbatches": args.microbatches}
         cases += [
-            Case(
-                task=task,
-                ranks=ranks,
-                method=name,
-                setting=setting,
-                seed=int(seed),
-                lr=lr,
-                momentum=momentum,
-                microbatches=args.microbatches,
-            )
+            Case(setting=setting, seed=int(seed), lr=lr, momentum=momentum, **given)
             for setting, (lr, momentum) in settings.items()
             if setting in args.settings.split(",")
             for seed in args.seeds.split(",")
@@ -325,14 +308,10 @@ def main() -> int:
         if args.redraw is not None:
             show([record.RESULTS / f"{one}_{name}.json" for one in args.redraw.split(",")])
             continue
-        load_before = os.getloadavg()
         rates = rates_of(name, args)
         rows = run_all(cases_of(name, rates, args), args.processes)
         settings = {**vars(args), "momentum": MOMENTUM, "rows": TASKS[name].rows}
-        load = {"before": load_before, "after": os.getloadavg()}
-        path = record.write(
-            f"{args.name}_{name}", rows, settings=settings, rates=asdict(rates), load_average=load
-        )
+        path = record.write(f"{args.name}_{name}", rows, settings=settings, rates=asdict(rates))
         show([path])
     return 0
 

@@ -43,15 +43,6 @@ CASES = (Case("pipedream", "digits", 0.004), Case("pipemare", "text", 0.03))
 MOMENTUM = 0.9
 
 
-class Outcome(NamedTuple):
-    """The end of a training."""
-
-    losses: list[float]
-    """The mean of each list."""
-    held_out: float
-    """The loss of held-out samples."""
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     return command_line(__doc__, ranks=2, lists=4, microbatches=96).parse_args(arguments)
@@ -62,8 +53,8 @@ def sgd(lr: float) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM)
 
 
-def over_ranks(case: Case, args: argparse.Namespace) -> tuple[Outcome, dict[str, Tensor]]:
-    """Train over the ranks; collective."""
+def over_ranks(case: Case, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Train over the ranks; return the losses and the parameters; collective."""
     task, size = TASKS[case.task], BLOCKS // args.ranks
     config = {
         "mesh": {"pp": args.ranks},
@@ -88,10 +79,10 @@ def over_ranks(case: Case, args: argparse.Namespace) -> tuple[Outcome, dict[str,
     state = {name: value for one in everyone for name, value in one.items()}
     trained = nn.Sequential(*task.blocks(0))
     trained.load_state_dict(state)
-    return Outcome(losses, task.evaluate([trained])[0]), state
+    return {"losses": losses, "held_out": task.evaluate([trained])[0]}, state
 
 
-def in_one_process(case: Case, args: argparse.Namespace) -> tuple[Outcome, dict[str, Tensor]]:
+def in_one_process(case: Case, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Train the same in this process."""
     task, size = TASKS[case.task], BLOCKS // args.ranks
     model = nn.Sequential(*task.blocks(0))
@@ -104,7 +95,7 @@ def in_one_process(case: Case, args: argparse.Namespace) -> tuple[Outcome, dict[
         batch = list(zip(own, its, strict=True))
         losses.append(statistics.fmean(executor.run(delays, batch.__getitem__).losses))
     state = {name: value.detach() for name, value in model.named_parameters()}
-    return Outcome(losses, task.evaluate([model])[0]), state
+    return {"losses": losses, "held_out": task.evaluate([model])[0]}, state
 
 
 def report(args: argparse.Namespace) -> None:
@@ -122,17 +113,15 @@ def report(args: argparse.Namespace) -> None:
             {
                 **case._asdict(),
                 "ranks": args.ranks,
-                "over ranks": real._asdict(),
-                "in one process": one._asdict(),
+                "over ranks": real,
+                "in one process": one,
                 "parameters apart": apart,
             }
         )
-    if dist.get_rank():
-        return
-    path = record.write(
-        args.name or f"asynchronous_{args.ranks}ranks", rows, settings={**vars(args), "momentum": MOMENTUM}
-    )
-    print(on_ranks(read(path)).markdown())
+    if dist.get_rank() == 0:
+        settings = {**vars(args), "momentum": MOMENTUM}
+        path = record.write(args.name or f"asynchronous_{args.ranks}ranks", rows, settings=settings)
+        print(on_ranks(read(path)).markdown())
 
 
 if __name__ == "__main__":

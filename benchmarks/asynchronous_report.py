@@ -19,32 +19,21 @@ LIMITS = {"digits": (0.0, 1.0), "text": (2.4, 3.2)}
 """Of the pictures; runs that go astray leave them."""
 LAST_LOOKS = 3
 """Evaluations at the end of a run whose mean is reported: a fifth of them."""
-TITLES = {
-    "gpipe": "GPipe, 8 a step",
-    "1f1b": "1F1B, 8 a step",
-    "2bw": "2BW, 8 a step",
-    "paci": "PACI, 8 a step",
-    "one": "1F1B, 1 a step",
-    "pb": "PB",
-    "pipedream": "PipeDream",
-    "spectrain": "SpecTrain",
-    "pipemare": "PipeMare",
-    "lwp": "LWP",
-    "lwp+sc": "LWP + SC",
+SHOWN = {
+    "gpipe": ("GPipe, 8 a step", "#9a9a9a"),
+    "1f1b": ("1F1B, 8 a step", "#000000"),
+    "2bw": ("2BW, 8 a step", "#8c564b"),
+    "paci": ("PACI, 8 a step", "#e377c2"),
+    "one": ("1F1B, 1 a step", "#000000"),
+    "pb": ("PB", "#d62728"),
+    "pipedream": ("PipeDream", "#1f77b4"),
+    "spectrain": ("SpecTrain", "#2ca02c"),
+    "pipemare": ("PipeMare", "#ff7f0e"),
+    "lwp": ("LWP", "#9467bd"),
+    "lwp+sc": ("LWP + SC", "#17becf"),
 }
-COLORS = {
-    "gpipe": "#9a9a9a",
-    "1f1b": "#000000",
-    "2bw": "#8c564b",
-    "paci": "#e377c2",
-    "one": "#000000",
-    "pb": "#d62728",
-    "pipedream": "#1f77b4",
-    "spectrain": "#2ca02c",
-    "pipemare": "#ff7f0e",
-    "lwp": "#9467bd",
-    "lwp+sc": "#17becf",
-}
+"""The title and the colour of each method."""
+TITLES = {name: title for name, (title, _) in SHOWN.items()}
 
 
 @dataclass(frozen=True)
@@ -74,9 +63,9 @@ def _grouped(*documents: Document) -> dict[tuple[str, int, str], Seeds]:
     """The runs by method, ranks and setting."""
     found: dict[tuple[str, int, str], Seeds] = {}
     for one in documents:
-        for i in range(one.length("rows")):
-            method, ranks, setting = (one.field("rows", i, part) for part in ("method", "ranks", "setting"))
-            found.setdefault((method, ranks, setting), Seeds([])).rows.append(one.field("rows", i))
+        for row in one.field("rows"):
+            key = row["method"], row["ranks"], row["setting"]
+            found.setdefault(key, Seeds([])).rows.append(row)
     return found
 
 
@@ -177,13 +166,12 @@ def on_ranks(*documents: Document) -> Table:
     """The losses of the engine over ranks, beside those of the executor in one process."""
     rows = []
     for one in documents:
-        for i in range(one.length("rows")):
-            method, task, ranks = (one.field("rows", i, part) for part in ("method", "task", "ranks"))
-            ways = ("over ranks", "in one process")
-            last = [f"{one.field('rows', i, way, 'losses')[-1]:.6f}" for way in ways]
-            held_out = [f"{one.field('rows', i, way, 'held_out'):.6f}" for way in ways]
-            apart = f"{one.field('rows', i, 'parameters apart'):.1e}"
-            rows.append((f"{TITLES[method]}, {task}, {ranks} ranks", *last, *held_out, apart))
+        for row in one.each("rows"):
+            method, task, ranks, apart = row.fields("method", "task", "ranks", "parameters apart")
+            ways = row.fields("over ranks", "in one process")
+            values = [way["losses"][-1] for way in ways] + [way["held_out"] for way in ways]
+            cells = (f"{value:.6f}" for value in values)
+            rows.append((f"{TITLES[method]}, {task}, {ranks} ranks", *cells, f"{apart:.1e}"))
     columns = ("last list, engine", "one process", "held out, engine", "one process", "parameters apart")
     return Table(("", *columns), rows)
 
@@ -211,7 +199,7 @@ def draw(documents: Sequence[Document], path: Path) -> None:
                 if (its_ranks, its_setting) == (ranks, setting):
                     style = "--" if name in ("gpipe", "1f1b", "2bw", "paci") else "-"
                     xs, ys = seeds.means(along), seeds.means(what)
-                    axis.plot(xs, ys, style, color=COLORS[name], linewidth=1.3, label=TITLES[name])
+                    axis.plot(xs, ys, style, color=SHOWN[name][1], linewidth=1.3, label=TITLES[name])
             label = "samples" if along == "samples" else "simulated time, in forwards of one block"
             axis.set(xlabel=label, ylabel=f"held-out {what}", title=f"{ranks} ranks, {setting} rate")
             axis.grid(alpha=0.3)

@@ -11,16 +11,17 @@ way. These are round numbers of one H100, not measurements of a run.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
 
 import record
 import zeroshard
+from turns import command_line, seconds_of
 from zeroshard.forwards.budget import PLANNED, PROBED
 from zeroshard.forwards.keeping import (
     KEEP,
@@ -48,11 +49,9 @@ KEPT = BLOCKS * TOKENS * WIDTH * 4 * (1 + 4 * 4)
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, steps=30)
     parser.add_argument("--measure", action="store_true", help="train, and compare predicted seconds")
     parser.add_argument("--compile", action="store_true", help="compile the blocks that are trained")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     return parser.parse_args()
 
 
@@ -80,7 +79,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+        hidden: Tensor = self.down(silu(self.gate(x)) * self.up(x))
         return x + hidden
 
 
@@ -94,19 +93,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     device, rows = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"), []
     torch.set_num_threads(1)
     # A model that learns its one batch by heart gets gradients below 1e-38, with which CPUs take much longer.
-    optimizer = functools.partial(torch.optim.AdamW, lr=1e-6)
+    optimizer = partial(torch.optim.AdamW, lr=1e-6)
     x, targets = torch.randn(TOKENS, WIDTH, device=device), torch.arange(TOKENS, device=device)
     states = 16 * sum(p.numel() for p in build().parameters())
+
+    def backward(engine: zeroshard.Engine) -> None:
+        engine.backward(cross_entropy(engine(x), targets))
+
     for share in (1.2, 0.75, 0.5, 0.25):
         config = {"stage": 0, "recompute": "auto", "memory_budget": states + round(share * KEPT)}
         engine = zeroshard.initialize(build(), optimizer, config | {"compile": args.compile}).engine
         seconds, predicted = [], []
         for _ in range(PLANNED + args.steps):
-            begin = time.perf_counter()
-            engine.backward(nn.functional.cross_entropy(engine(x), targets))
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(seconds_of(partial(backward, engine)))
             engine.step()
             predicted.append(sum(unit.seconds for unit in engine.units))
         found, first = statistics.median(seconds[PLANNED:]), predicted[PROBED]  # before the plan has run

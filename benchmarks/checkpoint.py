@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import record
 from before import run_on_ranks
-from engines import Setting, Step, fsdp2_parts, fsdp2_step, zeroshard_engine, zeroshard_step
+from engines import Setting, Step, engine_step, fsdp2_parts, torch_step, zeroshard_engine
 from launch import common_folder, rank_device, timed
 from medians import Median, median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
@@ -55,7 +55,7 @@ class Ours:
 
     def __init__(self, setting: Setting) -> None:
         self._engine = zeroshard_engine(setting, stage=3)
-        self.step: Step = zeroshard_step(self._engine)
+        self.step: Step = engine_step(self._engine)
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(folder, "saved")
@@ -73,7 +73,7 @@ class Peer:
 
     def __init__(self, setting: Setting) -> None:
         self._model, self._optimizer = fsdp2_parts(setting, reshard=True)
-        self.step: Step = fsdp2_step(self._model, self._optimizer)
+        self.step: Step = torch_step(self._model, self._optimizer)
 
     def save(self, folder: Path) -> None:
         dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,13 @@ class Document:
         """The median of a list of values in the document."""
         return median_of(self.field(*keys))
 
-    def length(self, *keys: str | int) -> int:
-        """The length of a list in the document."""
-        return len(self.field(*keys))
+    def each(self, *keys: str | int) -> list[Document]:
+        """The entries of a list in the document."""
+        return [replace(self, content=entry) for entry in self.field(*keys)]
+
+    def fields(self, *names: str) -> list[Any]:
+        """Several fields."""
+        return [self.field(name) for name in names]
 
     @property
     def skipped(self) -> dict[str, str]:

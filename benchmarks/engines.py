@@ -7,9 +7,10 @@ DDP and torch's ZeroRedundancyOptimizer have no main parameters and run under au
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from before import is_there, load
-from model import GPT, Shape, build_model, next_token_loss
+from model import GPT, Shape, add_shape_arguments, build_model, next_token_loss
 
 Step = Callable[[Tensor], Tensor]
 """(batch, sequence + 1) tokens -> this rank's loss, after a whole optimizer step."""
@@ -57,13 +58,22 @@ def adamw(parameters: Iterable[Tensor], *, fused: bool = True) -> torch.optim.Ad
     return torch.optim.AdamW(parameters, lr=3e-4, fused=fused or None)
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
-    """The training step as PyTorch users write it."""
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    """The loss of the next tokens of the GPT."""
+    return next_token_loss(model(tokens[:, :-1]), tokens)
+
+
+def torch_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    context: AbstractContextManager[Any] | None = None,
+    loss_of: Callable[[Any, Tensor], Tensor] = loss_of,
+) -> Step:
+    """The training step as PyTorch users write it; forwards run inside of `context`."""
 
     def step(tokens: Tensor) -> Tensor:
-        with setting.autocast():
-            logits = model(tokens[:, :-1])
-        loss = next_token_loss(logits, tokens)
+        with context or nullcontext():
+            loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -75,7 +85,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Set
 def plain(setting: Setting) -> Step:
     """Plain PyTorch, every rank alone: the cost of the arithmetic without communication."""
     model = setting.model()
-    return _plain_step(model, adamw(model.parameters()), setting)
+    return torch_step(model, adamw(model.parameters()), setting.autocast())
 
 
 def plain_main(setting: Setting) -> Step:
@@ -109,7 +119,7 @@ def _ddp_model(setting: Setting) -> nn.Module:
 def ddp(setting: Setting) -> Step:
     """torch DistributedDataParallel."""
     model = _ddp_model(setting)
-    return _plain_step(model, adamw(model.parameters()), setting)
+    return torch_step(model, adamw(model.parameters()), setting.autocast())
 
 
 def torch_zero1(setting: Setting) -> Step:
@@ -118,7 +128,7 @@ def torch_zero1(setting: Setting) -> Step:
 
     model = _ddp_model(setting)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
-    return _plain_step(model, optimizer, setting)
+    return torch_step(model, optimizer, setting.autocast())
 
 
 def fsdp2_parts(setting: Setting, *, reshard: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -137,22 +147,9 @@ def fsdp2_parts(setting: Setting, *, reshard: bool) -> tuple[nn.Module, torch.op
     return model, adamw(model.parameters())
 
 
-def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The training step of `fsdp2_parts`."""
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = next_token_loss(model(tokens[:, :-1]), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
 def fsdp2(setting: Setting, *, reshard: bool) -> Step:
     """torch `fully_shard`."""
-    return fsdp2_step(*fsdp2_parts(setting, reshard=reshard))
+    return torch_step(*fsdp2_parts(setting, reshard=reshard))
 
 
 def deepspeed(setting: Setting, *, stage: int, fused: bool) -> Step:
@@ -175,79 +172,59 @@ def deepspeed(setting: Setting, *, stage: int, fused: bool) -> Step:
     model = setting.model()
     optimizer = adamw(model.parameters(), fused=fused)
     engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
+    return engine_step(engine)
+
+
+def zeroshard_engine(setting: Setting, *, stage: int, package: Any = None) -> Any:
+    """An engine of zeroshard, or of the package of another commit, with its defaults."""
+    import zeroshard as zs  # here, so that the peak RSS of other engines is without it
+
+    config = {"stage": stage, "precision": {"param_dtype": "bfloat16"} if setting.bf16 else {}}
+    model = setting.model()
+    return (package or zs).initialize(model, adamw(model.parameters()), config=config).engine
+
+
+def engine_step(engine: Any, loss_of: Callable[[Any, Tensor], Tensor] = loss_of) -> Step:
+    """The training step with the calls of zeroshard and DeepSpeed."""
 
     def step(tokens: Tensor) -> Tensor:
-        loss = next_token_loss(engine(tokens[:, :-1]), tokens)
+        loss = loss_of(engine, tokens)
         engine.backward(loss)
         engine.step()
         return loss.detach()
 
     return step
-
-
-def zeroshard_engine(setting: Setting, *, stage: int) -> Any:
-    """An engine of zeroshard with its defaults."""
-    import zeroshard as zs  # here, so that the peak RSS of other engines is without it
-
-    config: dict[str, Any] = {"stage": stage}
-    if setting.bf16:
-        config["precision"] = {"param_dtype": "bfloat16"}
-    model = setting.model()
-    return zs.initialize(model, adamw(model.parameters()), config=config).engine
 
 
 def before(setting: Setting, *, stage: int) -> Step:
     """The zeroshard of the commit that --before gives."""
-    config: dict[str, Any] = {"stage": stage}
-    if setting.bf16:
-        config["precision"] = {"param_dtype": "bfloat16"}
-    model = setting.model()
-    package = load()
-    return zeroshard_step(package.initialize(model, adamw(model.parameters()), config=config).engine)
-
-
-def zeroshard_step(engine: Any) -> Step:
-    """The training step of `zeroshard_engine`."""
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = next_token_loss(engine(tokens[:, :-1]), tokens)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return engine_step(zeroshard_engine(setting, stage=stage, package=load()))
 
 
 def zeroshard(setting: Setting, *, stage: int) -> Step:
     """zeroshard with its defaults."""
-    return zeroshard_step(zeroshard_engine(setting, stage=stage))
+    return engine_step(zeroshard_engine(setting, stage=stage))
 
 
-ENGINES: dict[str, Callable[[Setting], Step]] = {
-    "plain": plain,
-    "plain-main": plain_main,
-    "ddp": ddp,
-    "torch-zero1": torch_zero1,
-    "fsdp2": partial(fsdp2, reshard=True),
-    "fsdp2-keep": partial(fsdp2, reshard=False),
-    **{f"deepspeed-{stage}": partial(deepspeed, stage=stage, fused=False) for stage in (1, 2, 3)},
-    **{f"deepspeed-fused-{stage}": partial(deepspeed, stage=stage, fused=True) for stage in (1, 2, 3)},
-    **{f"zeroshard-{stage}": partial(zeroshard, stage=stage) for stage in (0, 1, 2, 3)},
-    **{f"before-{stage}": partial(before, stage=stage) for stage in (0, 1, 2, 3)},
+Build = Callable[[Setting], Step]
+STAGES, ALL = (1, 2, 3), (0, 1, 2, 3)
+_TABLE: dict[str, tuple[str, Build]] = {
+    "plain": ("plain PyTorch, no communication", plain),
+    "plain-main": ("plain PyTorch with fp32 main parameters, no communication", plain_main),
+    "ddp": ("DistributedDataParallel", ddp),
+    "torch-zero1": ("torch ZeroRedundancyOptimizer (stage 1)", torch_zero1),
+    "fsdp2": ("FSDP2 fully_shard", partial(fsdp2, reshard=True)),
+    "fsdp2-keep": ("FSDP2 without reshard after forward (stage 2)", partial(fsdp2, reshard=False)),
+    **{f"deepspeed-{n}": (f"DeepSpeed stage {n}", partial(deepspeed, stage=n, fused=False)) for n in STAGES},
+    **{
+        f"deepspeed-fused-{n}": (f"DeepSpeed stage {n}, fused AdamW", partial(deepspeed, stage=n, fused=True))
+        for n in STAGES
+    },
+    **{f"zeroshard-{n}": (f"zeroshard stage {n}", partial(zeroshard, stage=n)) for n in ALL},
+    **{f"before-{n}": (f"zeroshard stage {n} of an earlier commit", partial(before, stage=n)) for n in ALL},
 }
-
-LABELS = {
-    "plain": "plain PyTorch, no communication",
-    "plain-main": "plain PyTorch with fp32 main parameters, no communication",
-    "ddp": "DistributedDataParallel",
-    "torch-zero1": "torch ZeroRedundancyOptimizer (stage 1)",
-    "fsdp2": "FSDP2 fully_shard",
-    "fsdp2-keep": "FSDP2 without reshard after forward (stage 2)",
-    **{f"deepspeed-{stage}": f"DeepSpeed stage {stage}" for stage in (1, 2, 3)},
-    **{f"deepspeed-fused-{stage}": f"DeepSpeed stage {stage}, fused AdamW" for stage in (1, 2, 3)},
-    **{f"zeroshard-{stage}": f"zeroshard stage {stage}" for stage in (0, 1, 2, 3)},
-    **{f"before-{stage}": f"zeroshard stage {stage} of an earlier commit" for stage in (0, 1, 2, 3)},
-}
+LABELS = {name: label for name, (label, _) in _TABLE.items()}
+ENGINES = {name: build for name, (_, build) in _TABLE.items()}
 
 
 def why_not(name: str, precision: str) -> str | None:
@@ -259,6 +236,21 @@ def why_not(name: str, precision: str) -> str | None:
     if name == "plain-main" and precision != "bf16":
         return "fp32 has no separate main parameters"
     return None
+
+
+def parse_with_engines(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse a command line that also has the engines, their precision and the sizes of the model."""
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
+    add_shape_arguments(parser)
+    args = parser.parse_args(arguments)
+    try:
+        select(args.engines, args.precision)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def select(requested: str | None, precision: str) -> tuple[list[str], dict[str, str]]:

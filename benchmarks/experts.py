@@ -10,9 +10,10 @@ stages 0 and 3. Rounds of all alternate; a row has the median round.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,8 @@ from transformers import MixtralForCausalLM
 import record
 import zeroshard
 from before import run_on_ranks
+from launch import timed
+from turns import command_line, in_turns
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import switch
@@ -34,26 +37,24 @@ BATCH = 8, 128
 KINDS = ("plain transformers", "plain, Switch", "zeroshard, stage 0", "zeroshard, stage 3")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
+def parse() -> argparse.Namespace:
+    parser = command_line(__doc__, ranks=1, rounds=9)
     parser.add_argument("--note", default="", help="what else the machine did, for the JSON")
-    parser.add_argument("--name", default=None, help="of the JSON file; None: experts_RANKS")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
-def trainer(kind: str, experts: str) -> Callable[[int], None]:
+def trainer(kind: str, experts: str) -> Callable[[], None]:
     """Return a function that takes one step."""
     model: Any = switch.build(experts, **SIZES)
+    numbers = itertools.count()
     if kind == "plain transformers":
         model = MixtralForCausalLM(model.config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if kind.startswith("zeroshard"):
         engine = zeroshard.initialize(model, optimizer, {"stage": int(kind[-1])}).engine
 
-        def step(number: int) -> None:
-            tokens = switch.batch(number, engine.dp_rank, 512, *BATCH)
+        def step() -> None:
+            tokens = switch.batch(next(numbers), engine.dp_rank, 512, *BATCH)
             engine.backward(engine(tokens, labels=tokens).loss)
             engine.step()
 
@@ -61,8 +62,8 @@ def trainer(kind: str, experts: str) -> Callable[[int], None]:
     if dist.get_world_size() > 1:  # an expert that no token of a rank chose has no gradient there
         model = DistributedDataParallel(model, find_unused_parameters=True)
 
-    def plain(number: int) -> None:
-        tokens = switch.batch(number, dist.get_rank(), 512, *BATCH)
+    def plain() -> None:
+        tokens = switch.batch(next(numbers), dist.get_rank(), 512, *BATCH)
         model(tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -72,24 +73,16 @@ def trainer(kind: str, experts: str) -> Callable[[int], None]:
 
 def measure(args: argparse.Namespace) -> None:
     steps = {(kind, experts): trainer(kind, experts) for experts in ("eager", "grouped_mm") for kind in KINDS}
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
-    for number in range(args.rounds + 1):
-        for key, step in steps.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            step(number)
-            seconds[key].append(time.perf_counter() - begin)
+    seconds = in_turns({key: partial(timed, step) for key, step in steps.items()}, args.rounds, warmup=1)
     tokens = BATCH[0] * BATCH[1] * dist.get_world_size()
     rows = [
-        {"trained by": kind, "experts": experts, "tokens/s": round(tokens / median(times[1:]))}
+        {"trained by": kind, "experts": experts, "tokens/s": round(tokens / median(times))}
         for (kind, experts), times in seconds.items()
     ]
     if dist.get_rank() == 0:
         settings = {**vars(args), **SIZES, "experts": 8, "batch of a rank": BATCH}
-        path = record.write(args.name or f"experts_{args.ranks}", rows, settings=settings, note=args.note)
-        for row in rows:
-            print(" | ".join(map(str, row.values())))
-        print(f"wrote {path}")
+        name = args.name or f"experts_{args.ranks}"
+        record.report("experts", name, rows, settings=settings, note=args.note)
 
 
 if __name__ == "__main__":

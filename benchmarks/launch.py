@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+RESULT = "BENCHMARK_RESULT"
+"""The environment variable that tells ranks the file for their result."""
+
 
 def inside_rank() -> bool:
     """True if `torchrun` has started this process (for us or for the user)."""
@@ -27,6 +31,27 @@ def run_ranks(script: str, arguments: Sequence[str], num_ranks: int) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={num_ranks}", script, *arguments]
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+def result_of_ranks(script: str, arguments: Sequence[str], num_ranks: int) -> Any:
+    """Run `script` on `num_ranks` local ranks; return what they give to `give_result`.
+
+    Raises:
+        RuntimeError: a rank has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        os.environ[RESULT] = str(path)
+        status = run_ranks(script, arguments, num_ranks)
+        if status or not path.exists():
+            raise RuntimeError(f"expected a result of {script} {' '.join(arguments)}, got status {status}")
+        return json.loads(path.read_text())
+
+
+def give_result(value: Any) -> None:
+    """Give the value of rank 0 to the process that has started the ranks."""
+    if dist.get_rank() == 0:
+        Path(os.environ[RESULT]).write_text(json.dumps(value))
 
 
 def rank_device(device_type: str) -> torch.device:

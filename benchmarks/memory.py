@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor
 import record
 import zeroshard
 from engines import adamw
-from launch import end_rank, inside_rank, process_group, run_ranks
+from launch import end_rank, give_result, inside_rank, process_group, result_of_ranks
 from model import add_shape_arguments, build_model, build_tokens, next_token_loss, shape_from
 from turns import command_line
 
@@ -39,7 +36,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2,4", help="comma-separated world sizes")
     parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated, of fp32, bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their rows
     add_shape_arguments(parser)
     parser.set_defaults(sequence=16)
     return parser.parse_args(arguments)
@@ -122,41 +118,25 @@ def measure_one(args: argparse.Namespace, stage: int, precision: str, device: to
 
 
 def measure_ranks(args: argparse.Namespace) -> None:
-    """Measure all stages and precisions at this world size; rank 0 writes the rows."""
+    """Measure all stages and precisions at this world size."""
     with process_group(args.device) as device:
-        rows = [
-            measure_one(args, stage, precision, device)
-            for precision in args.precisions.split(",")
-            for stage in STAGES
-        ]
-        if dist.get_rank() == 0:
-            args.output.write_text(json.dumps(rows))
+        give_result(
+            [
+                measure_one(args, stage, precision, device)
+                for precision in args.precisions.split(",")
+                for stage in STAGES
+            ]
+        )
+    end_rank()
 
 
-def measure(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace) -> None:
     """Start the ranks of each world size, then print and write."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        for num_ranks in map(int, args.ranks.split(",")):
-            status = run_ranks(__file__, [*sys.argv[1:], "--output", str(output)], num_ranks)
-            if status != 0:
-                return status
-            rows += json.loads(output.read_text())
+    counts = map(int, args.ranks.split(","))
+    rows = [row for count in counts for row in result_of_ranks(__file__, sys.argv[1:], count)]
     rows.sort(key=lambda row: (row["precision"] != "fp32", row["ranks"], row["stage"]))
-    settings = {key: value for key, value in vars(args).items() if key != "output"}
-    record.report("memory", args.name, rows, settings=settings)
-    return 0
-
-
-def main() -> int:
-    """Start the ranks of every world size, or be one."""
-    args = parse()
-    if inside_rank():
-        measure_ranks(args)
-        end_rank()
-    return measure(args)
+    record.report("memory", args.name, rows, settings=vars(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    (measure_ranks if inside_rank() else measure)(parse())

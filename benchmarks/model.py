@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,32 @@ def build_model(shape: Shape, device: torch.device) -> GPT:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
     return model.to(device)
+
+
+def build_llama(width: int, layers: int, *, head: int, vocabulary: int, length: int, **others: Any) -> Any:
+    """Return a Llama of transformers, with the same weights on every call and on every rank.
+
+    Args:
+        width: of the hidden states.
+        layers: decoder layers.
+        head: the width of a head.
+        vocabulary: the number of token ids.
+        length: tokens of a sequence.
+        others: further fields of `LlamaConfig`, such as `intermediate_size`, which is 8/3 of the width.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // head,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        use_cache=False,
+        **{"intermediate_size": 8 * width // 3} | others,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
 
 
 def build_tokens(shape: Shape, batch: int, rank: int, device: torch.device) -> Tensor:

@@ -15,9 +15,9 @@ import mmap
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from torch import nn
 import record
 import zeroshard
 from medians import median_of, median_ratio
-from turns import command_line
+from turns import command_line, in_turns, seconds_of
 
 OURS, PEER = "optimizer step", "sequential"
 LEAST_RATIO = 0.9
@@ -100,14 +100,10 @@ def sides_of(args: argparse.Namespace) -> Iterator[dict[str, Step | Sequential]]
 def main() -> int:
     """Measure, print and write; fails if the speed is below what is promised."""
     args = parse()
-    seconds: dict[str, list[float]] = {OURS: [], PEER: []}
     with sides_of(args) as sides:
-        for number in range(-1, args.rounds):
-            for name in sorted(sides, reverse=bool(number % 2)):
-                start = time.perf_counter()
-                sides[name].run()
-                if number >= 0:
-                    seconds[name].append(time.perf_counter() - start)
+        seconds = in_turns(
+            {name: partial(seconds_of, side.run) for name, side in sides.items()}, args.rounds, warmup=1
+        )
     gigabytes = 2 * (args.total // args.part * args.part << 20) / 1e9
     speeds = {name: median_of([gigabytes / value for value in values]) for name, values in seconds.items()}
     ratio = median_ratio(seconds[PEER], seconds[OURS])

@@ -39,15 +39,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import record
 import tables
 import zeroshard
 from documents import read
+from engines import Step, engine_step, torch_step
 from launch import end_rank
 from medians import median_of
+from model import build_llama
 from offload_fit import BF16, GIGABYTE, SETTINGS
+from turns import seconds_of
 
 SHAPES = {
     # name: hidden, intermediate, layers, heads
@@ -67,9 +70,6 @@ LONG_ENOUGH = 20.0
 STEPS_OF_BITS = 5
 MINUTES = {"core": 4.8, "compile": 5.0, "sweep": 8.0, "peers": 9.0}
 """The most time of the sections of a part together."""
-
-Step = Callable[[Tensor], Tensor]
-"""[batch, sequence] tokens -> the loss, after a whole optimizer step."""
 
 ALL = "all on the GPU"
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -111,20 +111,11 @@ class Section:
 def llama(section: Section, args: argparse.Namespace, device: str) -> LlamaForCausalLM:
     """Build the model of a section, in the dtype of its main parameters; a peer's recomputes its layers."""
     hidden, intermediate, layers, heads = SHAPES[section.size]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=args.sequence,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
+    sizes = {"head": hidden // heads, "vocabulary": VOCABULARY, "length": args.sequence}
     torch.set_default_dtype(torch.float32 if section.is_wide else torch.bfloat16)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(config).train()
+            model = build_llama(hidden, layers, intermediate_size=intermediate, **sizes).train()
     finally:
         torch.set_default_dtype(torch.float32)
     if section.build is not None:
@@ -149,35 +140,13 @@ def build_zeroshard(section: Section, args: argparse.Namespace) -> tuple[Step, A
 
     model, config = llama(section, args, args.device), config_of(section) | {"device": args.device}
     engine = zeroshard.initialize(model, optimizer, config).engine
-    return engine_step(engine), engine
+    return engine_step(engine, loss_of), engine
 
 
-def engine_step(engine: Any) -> Step:
-    """The step of an engine with the calls of zeroshard and DeepSpeed."""
-
-    def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
-
-
-def torch_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, context: AbstractContextManager[Any]
-) -> Step:
-    """The step as PyTorch users write it."""
-
-    def step(tokens: Tensor) -> Tensor:
-        with context:
-            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    """The loss of a model of transformers."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
 
 
 def build_fsdp2(section: Section, args: argparse.Namespace) -> tuple[Step, Any]:
@@ -191,7 +160,8 @@ def build_fsdp2(section: Section, args: argparse.Namespace) -> tuple[Step, Any]:
     offload = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), nullcontext()), None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return torch_step(model, optimizer, loss_of=loss_of), None
 
 
 def build_torchao(section: Section, args: argparse.Namespace) -> tuple[Step, Any]:
@@ -200,7 +170,7 @@ def build_torchao(section: Section, args: argparse.Namespace) -> tuple[Step, Any
 
     model = llama(section, args, args.device)
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
-    return torch_step(model, optimizer, torch.autocast(args.device, torch.bfloat16)), None
+    return torch_step(model, optimizer, torch.autocast(args.device, torch.bfloat16), loss_of), None
 
 
 def build_deepspeed(section: Section, args: argparse.Namespace) -> tuple[Step, Any]:
@@ -221,19 +191,10 @@ def build_deepspeed(section: Section, args: argparse.Namespace) -> tuple[Step, A
     }
     model = llama(section, args, args.device)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine_step(engine), None
+    return engine_step(engine, loss_of), None
 
 
 # ---------------------------------------------------------------------------- measured inside of a process
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """The time of a call, to the end of its work on the device, which has nothing to do before it."""
-    start = time.perf_counter()
-    call()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
 
 def batches(section: Section, args: argparse.Namespace) -> Iterator[Tensor]:
@@ -455,15 +416,13 @@ def facts_of(section: Section, args: argparse.Namespace) -> dict[str, Any]:
     if section.build is not None:
         return facts
 
-    def loss_of(runs: nn.Module) -> Tensor:
-        ids = torch.zeros(section.batch, args.sequence, dtype=torch.long)
-        loss: Tensor = runs(input_ids=ids, labels=ids).loss
-        return loss
+    def loss_of_zeros(runs: nn.Module) -> Tensor:
+        return loss_of(runs, torch.zeros(section.batch, args.sequence, dtype=torch.long))
 
     bits, computes = 32 if section.is_wide else 8, args.device == "cpu"
     try:
         found = zeroshard.estimate(
-            model, 1, config_of(section), optimizer_bits=bits, host_computes=computes, loss_of=loss_of
+            model, 1, config_of(section), optimizer_bits=bits, host_computes=computes, loss_of=loss_of_zeros
         )
     except ValueError:  # it runs the model of another version of transformers, whose step may be timed
         traceback.print_exc()

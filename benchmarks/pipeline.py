@@ -20,12 +20,12 @@ messages. The duration of a message is half of a round trip between two ranks th
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -109,15 +109,29 @@ def take_turns(engines: Mapping[Any, Any], job: Job, number: int) -> dict[Any, T
     return turns
 
 
+class Noted(NamedTuple):
+    """The rounds of all engines."""
+
+    turns: list[dict[Any, Turn]]
+    clocks: dict[str, Clock]
+    """The durations of actions that were noted, by the name of the engine."""
+    transfer: float
+    """Seconds of a message."""
+
+
 def alternate(
-    args: argparse.Namespace, clocks: Mapping[str, Clock], turn: Callable[[int], dict[Any, Turn]]
-) -> list[dict[Any, Turn]]:
+    args: argparse.Namespace, job: Job, ours: Mapping[str, Any], turn: Callable[[int], dict[Any, Turn]]
+) -> Noted:
     """Take turns, and note durations in rounds between: load of other processes comes into both alike.
 
     Args:
+        ours: engines of zeroshard, whose durations are noted.
         turn: takes a round of all engines, so that they keep the same weights.
     """
-    found = []
+    for number in range(WARM_UP):
+        turn(number)
+    clocks, found = {name: Clock(engine) for name, engine in ours.items()}, []
+    transfer = measure_transfer(job.message_bytes(args.microbatches))
     for number in range(args.rounds):
         if number % args.noted == 0:
             with ExitStack() as stack:
@@ -125,7 +139,7 @@ def alternate(
                     stack.enter_context(clock.noting())
                 turn(number)
         found.append(turn(number))
-    return found
+    return Noted(found, clocks, transfer)
 
 
 def _compared_turns(engines: Engines, job: Job, number: int) -> dict[Any, Turn]:
@@ -154,14 +168,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     setting, names = Setting(job, args.microbatches), args.schedules.split(",")
     engines = build(setting, names)
 
-    def turn(number: int) -> dict[Any, Turn]:
-        return _compared_turns(engines, job, number)
-
-    for number in range(WARM_UP):
-        turn(number)
-    clocks = {key[1]: Clock(one.engine) for key, one in engines.items() if isinstance(one, Ours)}
-    transfer = measure_transfer(job.message_bytes(args.microbatches))
-    turns = alternate(args, clocks, turn)
+    ours = {key[1]: one.engine for key, one in engines.items() if isinstance(one, Ours)}
+    turns, clocks, transfer = alternate(args, job, ours, partial(_compared_turns, engines, job))
     steps, work = ({key: [getattr(one[key], what) for one in turns] for key in engines} for what in MEASURED)
     work = _of_busiest(work)
     return as_json(
@@ -205,15 +213,13 @@ def report(
     measure: Callable[[argparse.Namespace], dict[str, Any]] = measure,
 ) -> None:
     """Measure; print and write the rows on rank 0."""
-    load_before = os.getloadavg()
     rows = measure(args)
     if dist.get_rank():
         return
     model = "llama" if args.sleep is None else "sleep"
-    load = {"before": load_before, "after": os.getloadavg()}
     settings = {**vars(args), "threads": torch.get_num_threads()}
     name = args.name or f"{kind}_{args.ranks}ranks_{model}"
-    record.report(kind, name, rows, settings=settings, load_average=load)
+    record.report(kind, name, rows, settings=settings)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,19 +35,9 @@ from torch import Tensor
 import zeroshard
 from before import run_on_ranks
 from medians import Median, median_of, median_ratio
-from pipeline import (
-    WARM_UP,
-    Turn,
-    alternate,
-    as_json,
-    job_of,
-    parser_of,
-    report,
-    take_turns,
-)
-from pipeline_clock import Clock, against_simulator, measure_transfer
-from pipeline_engines import adamw
-from pipeline_jobs import Job
+from pipeline import alternate, as_json, job_of, parser_of, report, take_turns
+from pipeline_clock import against_simulator
+from pipeline_engines import Setting, adamw
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.parallel.pipeline.schedules import steady
 
@@ -65,13 +56,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Share(NamedTuple):
-    """The micro-batches of a turn of all engines."""
-
-    job: Job
-    num_microbatches: int
-
-
 class Trained:
     """An engine of zeroshard.
 
@@ -82,7 +66,7 @@ class Trained:
         per_step: micro-batches of a step; None for a synchronous schedule.
     """
 
-    def __init__(self, turn: Share, schedule: str, num_microbatches: int, per_step: int | None) -> None:
+    def __init__(self, turn: Setting, schedule: str, num_microbatches: int, per_step: int | None) -> None:
         self._turn, self._num_batches = turn, turn.num_microbatches // num_microbatches
         pipeline: dict[str, Any] = {"schedule": schedule, "num_microbatches": num_microbatches}
         if per_step is not None:
@@ -105,7 +89,7 @@ class Trained:
                 raise RuntimeError(f"expected finite losses, got {loss.item()}")
 
 
-def build(turn: Share, methods: list[str]) -> dict[str, Trained]:
+def build(turn: Setting, methods: list[str]) -> dict[str, Trained]:
     """The engine that is flushed, and that of each method, with the same first weights."""
     num_ranks = dist.get_world_size()
     if turn.num_microbatches % num_ranks:
@@ -120,16 +104,10 @@ def build(turn: Share, methods: list[str]) -> dict[str, Trained]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take turns, and return a row for each engine; collective."""
     job, num_ranks = job_of(args), dist.get_world_size()
-    engines = build(Share(job, args.microbatches), args.methods.split(","))
+    engines = build(Setting(job, args.microbatches), args.methods.split(","))
 
-    def turn(number: int) -> dict[Any, Turn]:
-        return take_turns(engines, job, number)
-
-    for number in range(WARM_UP):
-        turn(number)
-    clocks = {key: Clock(one.engine) for key, one in engines.items() if key != FLUSHED}
-    transfer = measure_transfer(job.message_bytes(args.microbatches))
-    found = alternate(args, clocks, turn)
+    ours = {key: one.engine for key, one in engines.items() if key != FLUSHED}
+    found, clocks, transfer = alternate(args, job, ours, partial(take_turns, engines, job))
     times = {key: [one[key].seconds for one in found] for key in engines}
     flushed = times.pop(FLUSHED)
     rows: dict[str, Any] = {
@@ -159,10 +137,5 @@ def _steps(seconds: list[float], args: argparse.Namespace, per_step: int) -> dic
     return {"steps a second": median_of([num / one for one in seconds])}
 
 
-def measured(args: argparse.Namespace) -> None:
-    """Measure; print and write the rows on rank 0."""
-    report(args, "pipeline_async", measure)
-
-
 if __name__ == "__main__":
-    sys.exit(run_on_ranks(__file__, parse(), measured))
+    sys.exit(run_on_ranks(__file__, parse(), partial(report, kind="pipeline_async", measure=measure)))

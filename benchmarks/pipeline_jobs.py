@@ -6,41 +6,17 @@ A job gives the whole model for zeroshard, and a chunk of it, cut by hand, for t
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from model import build_llama
+
 VOCABULARY = 2048
 HEAD = 32
-
-
-class Job(Protocol):
-    """A model and its batches; all engines have the same."""
-
-    num_blocks: int
-    cuts: tuple[str, ...]
-    """The ways in which chunks are cut by hand; the first one takes the least time."""
-
-    def model(self) -> nn.Module:
-        """The whole model."""
-
-    def chunk(self, blocks: range, cut: str) -> nn.Module:
-        """A run of blocks, with the modules before the first and after the last one."""
-
-    def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """The inputs and the targets of a round."""
-
-    def named(self, inputs: Tensor) -> Any:
-        """The inputs as the whole model takes them."""
-
-    def loss(self, output: Any, targets: Tensor) -> Tensor:
-        """The mean loss of a micro-batch."""
-
-    def message_bytes(self, num_microbatches: int) -> int:
-        """The bytes that a chunk sends to the next one for a micro-batch."""
 
 
 class Llama:
@@ -63,17 +39,9 @@ class Llama:
         self._vocabulary = vocabulary
 
     def model(self) -> transformers.LlamaForCausalLM:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=self._width,
-            intermediate_size=8 * self._width // 3,
-            num_hidden_layers=self.num_blocks,
-            num_attention_heads=self._width // HEAD,
-            vocab_size=self._vocabulary,
-            max_position_embeddings=self._length,
-            use_cache=False,
+        return build_llama(
+            self._width, self.num_blocks, head=HEAD, vocabulary=self._vocabulary, length=self._length
         )
-        return transformers.LlamaForCausalLM(config)
 
     def chunk(self, blocks: range, cut: str) -> nn.Module:
         return (Layers if cut == "layers" else Shortened)(self.model(), blocks)
@@ -208,3 +176,8 @@ class Sleepers:
 
     def message_bytes(self, num_microbatches: int) -> int:
         return self._batch // num_microbatches * self._WIDTH * 4
+
+
+Job = Llama | Sleepers
+"""A model and its batches; all engines have the same. `cuts` are the ways in which chunks are cut by hand; of
+these the first one takes the least time."""

@@ -12,23 +12,23 @@ over all rounds go into the prediction, and are compared.
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
+from scipy.stats import kendalltau
 
 import record
 import zeroshard
 from before import run_on_ranks
+from model import build_llama
+from turns import command_line
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.planning.profile import Subject
@@ -62,30 +62,13 @@ CHOICES = (
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--name", default="plan_2ranks", help="of the JSON file in benchmarks/results")
-    return parser.parse_args()
+    sizes = {"width": 384, "blocks": 6, "vocabulary": 4096, "length": 128}
+    return command_line(__doc__, name="plan_2ranks", ranks=2, rounds=12, **sizes).parse_args()
 
 
-def build(args: argparse.Namespace) -> transformers.LlamaForCausalLM:
+def build(args: argparse.Namespace) -> Any:
     """The same weights for all engines."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=args.width,
-        intermediate_size=8 * args.width // 3,
-        num_hidden_layers=args.blocks,
-        num_attention_heads=args.width // HEAD,
-        vocab_size=args.vocabulary,
-        max_position_embeddings=args.length,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return build_llama(args.width, args.blocks, head=HEAD, vocabulary=args.vocabulary, length=args.length)
 
 
 def engine_of(args: argparse.Namespace, config: dict[str, Any]) -> Callable[[], Any]:
@@ -97,13 +80,6 @@ def engine_of(args: argparse.Namespace, config: dict[str, Any]) -> Callable[[], 
     generator = torch.Generator().manual_seed(dist.get_rank() if num < SAMPLES else 0)
     tokens = torch.randint(args.vocabulary, (num, args.length), generator=generator)
     return lambda: engine.train_batch({"input_ids": tokens}, tokens)
-
-
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Kendall's tau: pairs in the same order less those in the opposite one, as a share of all."""
-    pairs = list(itertools.combinations(zip(one, other, strict=True), 2))
-    signs = (int((a - c) * (b - d) > 0) - int((a - c) * (b - d) < 0) for (a, b), (c, d) in pairs)
-    return sum(signs) / len(pairs)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -139,7 +115,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     summary = {
         "median error": statistics.median(errors),
         "worst error": max(errors),
-        "Kendall's tau": kendall(times, guesses),
+        "Kendall's tau": kendalltau(times, guesses).statistic,
         "chosen / best": times[guesses.index(min(guesses))] / min(times),
     }
     return {"rows": rows, "summary": summary, "cluster": asdict(planner.cluster())}
@@ -147,7 +123,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(args: argparse.Namespace) -> None:
     """Measure; print and write on rank 0."""
-    load = os.getloadavg()
     found = measure(args)
     if dist.get_rank():
         return
@@ -155,7 +130,7 @@ def report(args: argparse.Namespace) -> None:
         print(f"{name:<60} {row['measured, s']:.3f} {row['predicted, s']:.3f} {row['error']:+.1%}")
     print(found["summary"])
     rows = found.pop("rows")
-    path = record.write(args.name, rows, settings=vars(args), load_average=load, **found)
+    path = record.write(args.name, rows, settings=vars(args), **found)
     print(f"wrote {path.name}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
@@ -86,42 +85,26 @@ def svg(chart: Chart) -> str:
     """The picture as an element for HTML."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 0.7 + ROW * len(chart.bars)))
-        (_points if chart.is_ratio else _bars)(axes, chart.bars)
+        _bars(axes, chart)
         axes.set_yticks(range(len(chart.bars)), [bar.label for bar in chart.bars])
         axes.invert_yaxis()
         axes.set_xlabel(chart.unit)
         return _written(figure)
 
 
-def _bars(axes: Axes, bars: Sequence[Bar]) -> None:
-    """A bar from 0 for each value, and its interval."""
-    errors = _errors(bars)
-    colors = [OWN if bar.is_own else PEER for bar in bars]
-    axes.barh(range(len(bars)), [bar.median.value for bar in bars], color=colors, height=0.7)
-    axes.errorbar(
-        [bar.median.value for bar in bars],
-        range(len(bars)),
-        xerr=errors,
-        fmt="none",
-        ecolor=INK,
-        elinewidth=1,
-    )
-
-
-def _points(axes: Axes, bars: Sequence[Bar]) -> None:
-    """A point with its interval for each ratio."""
-    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
-    values = [bar.median.value for bar in bars]
-    axes.errorbar(values, range(len(bars)), xerr=_errors(bars), fmt="o", color=OWN, elinewidth=1.5, capsize=3)
-    axes.set_ylim(-0.6, len(bars) - 0.4)
-
-
-def _errors(bars: Sequence[Bar]) -> list[list[float]]:
-    """Distances of the bounds of the intervals, below and above."""
-    return [
-        [bar.median.value - bar.median.low for bar in bars],
-        [bar.median.high - bar.median.value for bar in bars],
-    ]
+def _bars(axes: Axes, chart: Chart) -> None:
+    """A bar from 0 for each value, or a point for each ratio, with intervals."""
+    medians = [bar.median for bar in chart.bars]
+    places, values = range(len(medians)), [median.value for median in medians]
+    errors = [[one.value - one.low for one in medians], [one.high - one.value for one in medians]]
+    if chart.is_ratio:
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
+        axes.errorbar(values, places, xerr=errors, fmt="o", color=OWN, elinewidth=1.5, capsize=3)
+        axes.set_ylim(-0.6, len(medians) - 0.4)
+    else:
+        colors = [OWN if bar.is_own else PEER for bar in chart.bars]
+        axes.barh(places, values, color=colors, height=0.7)
+        axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1)
 
 
 def _written(figure: Figure) -> str:

@@ -22,6 +22,7 @@ import transformers
 import record
 import zeroshard
 from before import run_on_ranks
+from model import build_llama
 from turns import command_line
 
 VOCABULARY = 32000
@@ -35,15 +36,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def build(args: argparse.Namespace) -> Any:
     """A quantized Llama with adapters, without memory."""
-    config = transformers.LlamaConfig(
-        hidden_size=args.width,
-        intermediate_size=args.width * 11 // 4,
-        num_hidden_layers=args.blocks,
-        num_attention_heads=args.width // 64,
-        num_key_value_heads=max(1, args.width // 512),
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
     bits = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -52,7 +44,15 @@ def build(args: argparse.Namespace) -> Any:
     )
     adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     with zeroshard.deferred_init():
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = build_llama(
+            args.width,
+            args.blocks,
+            head=64,
+            vocabulary=VOCABULARY,
+            length=2048,
+            intermediate_size=args.width * 11 // 4,
+            num_key_value_heads=max(1, args.width // 512),
+        ).to(torch.bfloat16)
         num = sum(parameter.numel() for parameter in model.parameters())
         return peft.get_peft_model(zeroshard.quantize(model, bits), adapters), num
 

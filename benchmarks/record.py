@@ -103,6 +103,7 @@ def write(name: str, rows: Any, **extra: Any) -> Path:
         ),
         "machine": machine(),
         "versions": versions(),
+        "load_average": os.getloadavg(),
         **extra,
         "rows": rows,
     }

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,11 @@ from torch import Tensor
 
 import record
 from before import run_on_ranks
-from engines import ENGINES, LABELS, Setting, Step, select
+from engines import ENGINES, LABELS, Setting, Step, parse_with_engines, select
 from launch import rank_device
 from medians import median_of, median_ratio
-from model import add_shape_arguments, build_tokens, shape_from
-from turns import command_line
+from model import build_tokens, shape_from
+from turns import command_line, in_turns, seconds_of
 
 LOSS_TOLERANCE = {"fp32": 3e-3, "bf16": 1e-2}
 
@@ -42,57 +42,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, ranks=2, batch=1, rounds=30, warmup=3, lead_in=0, threads=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
     parser.add_argument("--before", metavar="COMMIT", help="also time zeroshard as that commit has it")
-    add_shape_arguments(parser)
-    args = parser.parse_args(arguments)
+    args = parse_with_engines(parser, arguments)
     if args.warmup < 1:
         parser.error(f"Expected --warmup of at least 1 (losses are compared there), got {args.warmup}")
-    try:
-        select(args.engines, args.precision)
-    except ValueError as error:
-        parser.error(str(error))
     return args
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's own work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed_turn(step: Step, tokens: Tensor, lead_in: int) -> tuple[float, float]:
     """Barrier, untimed steps, one timed step; return its seconds and this rank's loss."""
-    synchronize(tokens.device)
+    losses: list[Tensor] = []
     dist.barrier()
     for _ in range(lead_in):
-        step(tokens)
-    synchronize(tokens.device)
-    start = time.perf_counter()
-    loss = step(tokens)
-    synchronize(tokens.device)
-    return time.perf_counter() - start, loss.item()
-
-
-def run_rounds(
-    steps: Mapping[str, Step], tokens: Tensor, num_rounds: int, *, lead_in: int, seed: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Let every engine have its turn in each round.
-
-    Returns:
-        This rank's seconds by engine, and its losses in the last round.
-    """
-    shuffle = random.Random(seed).shuffle  # the same on all ranks
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, float] = {}
-    for _ in range(num_rounds):
-        order = list(steps)
-        shuffle(order)
-        for name in order:
-            elapsed, losses[name] = timed_turn(steps[name], tokens, lead_in)
-            seconds[name].append(elapsed)
-    return seconds, losses
+        seconds_of(partial(step, tokens))  # to the end of its work
+    seconds = seconds_of(lambda: losses.append(step(tokens)))
+    return seconds, losses[0].item()
 
 
 def slowest_rank(seconds: Times) -> dict[str, list[float]]:
@@ -127,21 +91,28 @@ def check_losses(losses: Mapping[str, float], tolerance: float, num_ranks: int) 
 
 
 def compare(
-    steps: Mapping[str, Step], tokens: Tensor, args: argparse.Namespace, tolerance: float, lead_in: int = 0
+    steps: Mapping[str, Step], tokens: Tensor, args: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Warm up, compare the losses, and take turns; collective.
 
     Returns:
         Seconds of each round by engine, those of the slowest rank, and the mean losses after warm-up.
     """
-    _, warm_losses = run_rounds(steps, tokens, args.warmup, lead_in=lead_in, seed=0)
-    losses = mean_losses(warm_losses)
-    check_losses(losses, tolerance, dist.get_world_size())
+    losses: dict[str, float] = {}
+
+    def turn(name: str) -> float:
+        seconds, losses[name] = timed_turn(steps[name], tokens, args.lead_in)
+        return seconds
+
+    sides = {name: partial(turn, name) for name in steps}
+    in_turns(sides, args.warmup)
+    warm = mean_losses(losses)
+    check_losses(warm, LOSS_TOLERANCE[args.precision], dist.get_world_size())
     gc.collect()
     gc.freeze()  # so that no engine pays for walking the objects of the others
-    seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=lead_in, seed=1)
+    seconds = in_turns(sides, args.rounds)
     gc.unfreeze()
-    return slowest_rank(seconds), losses
+    return slowest_rank(seconds), warm
 
 
 def build_engines(names: Sequence[str], setting: Setting, console: Console) -> dict[str, Step]:
@@ -188,7 +159,7 @@ def measure(args: argparse.Namespace) -> None:
     setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
     steps = build_engines(names, setting, console)
     tokens = build_tokens(setting.shape, args.batch, rank, device)
-    times, losses = compare(steps, tokens, args, LOSS_TOLERANCE[args.precision], args.lead_in)
+    times, losses = compare(steps, tokens, args)
     if rank == 0:
         name = args.name or f"step_time_{device.type}_{num_ranks}ranks_{args.precision}_batch{args.batch}"
         rows = {"times": time_rows(times, losses), "ratios": ratio_rows(times)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MINUTES = 20.0
 """The most time of a suite, unless the user gives another one. On 2 cores that of the CPU takes less."""
@@ -62,77 +63,67 @@ class Benchmark:
         return self.kind or self.name
 
 
-STEP_TIME = Benchmark(
+def alone(name: str, title: str, text: str, command: str, **seconds: Any) -> Benchmark:
+    """A benchmark with one run, of its own name; `seconds` are the other fields of `Run`."""
+    run = Run(name=name, command=command, **seconds)
+    return Benchmark(name=name, title=title, text=text, runs=(run,))
+
+
+STEP_TIME = alone(
     name="step_time",
     title="Time of a training step",
     text="A GPT of 33.7 M parameters, batch 1, fp32, 2 ranks. Ratios: zeroshard's time / the row's.",
-    runs=(
-        Run(
-            name="step_time",
-            command="step_time.py --ranks 2 --batch 1 --engines plain,ddp,torch-zero1,fsdp2,"
-            "deepspeed-1,deepspeed-3,zeroshard-0,zeroshard-1,zeroshard-2,zeroshard-3",
-            start_s=45,
-            rounds=15,
-            round_s=8,
-        ),
-    ),
+    command="step_time.py --ranks 2 --batch 1 --engines plain,ddp,torch-zero1,fsdp2,"
+    "deepspeed-1,deepspeed-3,zeroshard-0,zeroshard-1,zeroshard-2,zeroshard-3",
+    start_s=45,
+    rounds=15,
+    round_s=8,
 )
-MEMORY = Benchmark(
+MEMORY = alone(
     name="memory",
     title="Model states of a rank",
     text="Bytes of all live tensors after a step with AdamW. In brackets: measured / formula, with full "
     "gradients at stage 1; a step of one micro-batch keeps only the rank's own.",
-    runs=(Run(name="memory", command="memory.py --dim 256 --depth 4 --vocabulary 2048", start_s=40),),
+    command="memory.py --dim 256 --depth 4 --vocabulary 2048",
+    start_s=40,
 )
 CPU = (
     STEP_TIME,
     MEMORY,
-    Benchmark(
+    alone(
         name="rss",
         title="Peak memory of a rank's process",
         text="All memory of the process: parameters, gradients, states, activations, buffers, libraries. So "
         "only differences mean something. The smaller of two runs.",
-        runs=(
-            Run(
-                name="rss",
-                command="rss.py --runs 2 --engines ddp,torch-zero1,fsdp2,deepspeed-3,zeroshard-1,zeroshard-3",
-                start_s=150,
-            ),
-        ),
+        command="rss.py --runs 2 --engines ddp,torch-zero1,fsdp2,deepspeed-3,zeroshard-1,zeroshard-3",
+        start_s=150,
     ),
-    Benchmark(
+    alone(
         name="checkpoint",
         title="Save and load a checkpoint",
         text="404 MB with all states, 2 ranks, all files synced, loaded from the page cache.",
-        runs=(
-            Run(
-                name="checkpoint",
-                command="checkpoint.py --steps 5",
-                start_s=20,
-                rounds=6,
-                round_s=9,
-            ),
-        ),
+        command="checkpoint.py --steps 5",
+        start_s=20,
+        rounds=6,
+        round_s=9,
     ),
-    Benchmark(
+    alone(
         name="optimizers",
         title="Optimizers with 8-bit states",
         text="A step over one parameter of 33.6 M elements, 2 threads.",
-        runs=(
-            Run(
-                name="optimizers",
-                command="optimizers.py",
-                start_s=45,
-                rounds=15,
-                round_s=1.9,
-            ),
-        ),
+        command="optimizers.py",
+        start_s=45,
+        rounds=15,
+        round_s=1.9,
     ),
-    Benchmark(
+    alone(
         name="main_dtype",
         title="Main parameters of bfloat16",
         text="A step over 17 M elements in 10 parameters, 2 threads.",
-        runs=(Run(name="main_dtype", command="main_dtype.py", start_s=15, rounds=30, round_s=0.4),),
+        command="optimizers.py --main-dtypes --elements 17000000",
+        start_s=15,
+        rounds=30,
+        round_s=0.4,
     ),
     Benchmark(
         name="muon",
@@ -149,130 +140,96 @@ CPU = (
             for stage in (3, 0)
         ),
     ),
-    Benchmark(
+    alone(
         name="nvme",
         title="Files of the nvme tier",
         text="Three buffers in turns, against one thread that reads all and then writes all.",
-        runs=(Run(name="nvme", command="nvme.py", start_s=10, rounds=7, round_s=2.5),),
+        command="nvme.py",
+        start_s=10,
+        rounds=7,
+        round_s=2.5,
     ),
-    Benchmark(
-        name="offload",
-        title="Offload",
-        text="A GPT of 23.1 M parameters, 2 ranks. On CPU ranks the host is the device, so only files cost "
-        "time. Bytes are those of a rank between steps.",
-        runs=(
-            Run(
-                name="offload",
-                command="offload.py --depth 6 --vocabulary 4096 --sequence 64 --engines none,cpu,"
-                "cpu-8bit-bf16,nvme,nvme-early,nvme-parameters-early,deepspeed-cpu,deepspeed-nvme,deepspeed-nvme-parameters",
-                start_s=40,
-                rounds=8,
-                round_s=9,
-            ),
-        ),
-    ),
-    Benchmark(
+    alone(
         name="offload_rss",
         title="Peak memory with offload",
         text="Growth of the peak memory of a process that builds, shards and trains a model, and its bound.",
-        runs=(
-            Run(name="offload_rss", command="offload_rss.py --cases host,nvme,nvme-8bit-bf16", start_s=60),
-        ),
+        command="offload_rss.py --cases host,nvme,nvme-8bit-bf16",
+        start_s=60,
     ),
-    Benchmark(
+    alone(
         name="pipeline",
         title="Pipelines",
         text="A Llama of 8 layers, 2 pipeline ranks, 8 micro-batches, against torch's schedules over chunks "
         "that were cut by hand. The simulator predicts the time from the first action to the last one.",
-        runs=(
-            Run(
-                name="pipeline",
-                command="pipeline.py --ranks 2 --width 256 --length 64 --schedules 1f1b,interleaved,zb-h1",
-                start_s=25,
-                rounds=15,
-                round_s=3.2,
-            ),
-        ),
+        command="pipeline.py --ranks 2 --width 256 --length 64 --schedules 1f1b,interleaved,zb-h1",
+        start_s=25,
+        rounds=15,
+        round_s=3.2,
     ),
-    Benchmark(
+    alone(
         name="pipeline_async",
         title="Asynchronous pipelines",
         text="A Llama of 8 layers, 2 pipeline ranks, against 1F1B with a step after 2 micro-batches. The "
         "bound is the ratio of a pipeline that is never empty and whose steps take no time.",
-        runs=(
-            Run(
-                name="pipeline_async",
-                command="pipeline_async.py --ranks 2 --width 256 --length 64 --size 4 --microbatches 16 "
-                "--noted 3 --methods pb,pipedream,2bw,pipemare",
-                start_s=25,
-                rounds=6,
-                round_s=7,
-            ),
-        ),
+        command="pipeline_async.py --ranks 2 --width 256 --length 64 --size 4 --microbatches 16 "
+        "--noted 3 --methods pb,pipedream,2bw,pipemare",
+        start_s=25,
+        rounds=6,
+        round_s=7,
     ),
-    Benchmark(
+    alone(
         name="tensor_parallel",
         title="Tensor parallelism",
         text="A GPT of 4 blocks, width 512, against torch's parallelize_module.",
-        runs=(
-            Run(
-                name="tensor_parallel",
-                command="tensor_parallel.py --ranks 2",
-                start_s=15,
-                rounds=20,
-                round_s=1.2,
-            ),
-        ),
+        command="tensor_parallel.py --ranks 2",
+        start_s=15,
+        rounds=20,
+        round_s=1.2,
     ),
-    Benchmark(
+    alone(
         name="unit_cost",
         title="Time of a unit on the host",
         text="60 tiny blocks, each a unit, one rank: microseconds beyond plain PyTorch, without compute.",
-        runs=(Run(name="unit_cost", command="unit_cost.py --ranks 1", start_s=10, rounds=30, round_s=0.1),),
+        command="unit_cost.py --ranks 1",
+        start_s=10,
+        rounds=30,
+        round_s=0.1,
     ),
-    Benchmark(
+    alone(
         name="qlora",
         title="Memory of QLoRA",
         text="Adapters over frozen 4-bit weights, stage 3, built without memory and quantized by parts.",
-        runs=(Run(name="qlora", command="qlora.py --ranks 2 --width 1024", start_s=60),),
+        command="qlora.py --ranks 2 --width 1024",
+        start_s=60,
     ),
 )
 GPU = (
-    Benchmark(
+    alone(
         name="step_time",
         title=STEP_TIME.title,
         text="A GPT of 0.84 B parameters, bf16, batch 8. Ratios: zeroshard's time / the row's.",
-        runs=(
-            Run(
-                name="step_time",
-                command="step_time.py --device cuda --ranks 1 --precision bf16 --batch 8 --dim 2048 "
-                "--depth 16 --heads 16 --sequence 1024 "
-                "--engines plain-main,fsdp2,fsdp2-keep,zeroshard-0,zeroshard-3",
-                start_s=60,
-                rounds=15,
-                round_s=0.6,
-            ),
-        ),
+        command="step_time.py --device cuda --ranks 1 --precision bf16 --batch 8 --dim 2048 "
+        "--depth 16 --heads 16 --sequence 1024 "
+        "--engines plain-main,fsdp2,fsdp2-keep,zeroshard-0,zeroshard-3",
+        start_s=60,
+        rounds=15,
+        round_s=0.6,
     ),
-    Benchmark(
+    alone(
         name="memory",
         title=MEMORY.title,
         text=MEMORY.text,
-        runs=(Run(name="memory", command="memory.py --device cuda --ranks 1", start_s=60),),
+        command="memory.py --device cuda --ranks 1",
+        start_s=60,
     ),
-    Benchmark(
+    alone(
         name="optimizers",
         title="Optimizers with 8-bit states",
         text="A step over one parameter of 33.6 M elements.",
-        runs=(
-            Run(
-                name="optimizers",
-                command="optimizers.py --device cuda",
-                start_s=60,
-                rounds=20,
-                round_s=0.1,
-            ),
-        ),
+        command="optimizers.py --device cuda",
+        start_s=60,
+        rounds=20,
+        round_s=0.1,
     ),
     Benchmark(
         name="offload_gpu",

@@ -86,19 +86,13 @@ def against(num_bytes: float | None, estimated: float | None) -> str:
 
 def step_time(document: Document) -> Table:
     """Seconds of a step of each engine, and the ratios of zeroshard's stages to it."""
-    names = [document.field("rows", "times", i, "engine") for i in range(document.length("rows", "times"))]
-    stages = [name for name in names if name.startswith(OURS)]
-    ratios = {
-        tuple(document.field("rows", "ratios", i, part) for part in ("engine", "peer")): document.median(
-            "rows", "ratios", i
-        )
-        for i in range(document.length("rows", "ratios"))
-    }
+    times = {one.field("engine"): one for one in document.each("rows", "times")}
+    stages = [name for name in times if name.startswith(OURS)]
+    ratios = {tuple(one.fields("engine", "peer")): one.median() for one in document.each("rows", "ratios")}
     rows = []
-    for i, name in enumerate(names):
+    for name, one in times.items():
         cells = [interval(ratios[stage, name]) if (stage, name) in ratios else NONE for stage in stages]
-        label = document.field("rows", "times", i, "label")
-        rows.append((label, seconds(document.median("rows", "times", i, "median_s")), *cells))
+        rows.append((one.field("label"), seconds(one.median("median_s")), *cells))
     titles = (f"stage {stage.rpartition('-')[2]} / it" for stage in stages)
     return Table(("engine", "s a step", *titles), rows)
 
@@ -106,10 +100,9 @@ def step_time(document: Document) -> Table:
 def memory(document: Document) -> Table:
     """Megabytes of model states of a rank: a column for each number of ranks."""
     found: dict[tuple[str, int], dict[int, str]] = {}
-    for i in range(document.length("rows")):
-        precision, stage, ranks = (document.field("rows", i, key) for key in ("precision", "stage", "ranks"))
-        held = document.field("rows", i, "live_tensor_bytes") / MEGABYTE
-        share = document.field("rows", i, "live_over_formula")
+    for one in document.each("rows"):
+        precision, stage, ranks = one.fields("precision", "stage", "ranks")
+        held, share = one.field("live_tensor_bytes") / MEGABYTE, one.field("live_over_formula")
         found.setdefault((precision, stage), {})[ranks] = Cell(f"{held:.1f} ({share:.3f})", held)
     worlds = sorted({ranks for cells in found.values() for ranks in cells})
     columns = [f"{ranks} rank{'s' if ranks > 1 else ''}, MB" for ranks in worlds]
@@ -123,8 +116,7 @@ def memory(document: Document) -> Table:
 def rss(document: Document) -> Table:
     """Peak resident memory of a rank by engine."""
     rows = [
-        (document.field("rows", i, "label"), megabytes(MEGABYTE * document.field("rows", i, "peak_rss_mb")))
-        for i in range(document.length("rows"))
+        (one.field("label"), megabytes(MEGABYTE * one.field("peak_rss_mb"))) for one in document.each("rows")
     ]
     return Table(("engine", "peak RSS, MB"), rows)
 
@@ -151,12 +143,12 @@ def optimizers(document: Document) -> Table:
     """Seconds of a step of AdamW with 8-bit states, and the bytes of the states."""
     rows = [
         (
-            document.field("rows", "steps", i, "optimizer"),
-            seconds(document.median("rows", "steps", i, "median_s")),
-            interval(document.median("rows", "steps", i, "ratio_to_fused")),
-            number(document.field("rows", "steps", i, "state_bytes_per_parameter")),
+            one.field("optimizer"),
+            seconds(one.median("median_s")),
+            interval(one.median("ratio_to_fused")),
+            number(one.field("state_bytes_per_parameter")),
         )
-        for i in range(document.length("rows", "steps"))
+        for one in document.each("rows", "steps")
     ]
     return Table(("optimizer", "s a step", "ratio to torch's fused", "bytes of state a parameter"), rows)
 
@@ -165,11 +157,11 @@ def main_dtype(document: Document) -> Table:
     """Seconds of a step with main parameters of float32 and of bfloat16."""
     rows = [
         (
-            f"{document.field('rows', i, 'optimizer')}, {document.field('rows', i, 'main_dtype')}",
-            seconds(document.median("rows", i, "median_s")),
-            interval(document.median("rows", i, "ratio_to_fp32")),
+            ", ".join(one.fields("optimizer", "main_dtype")),
+            seconds(one.median("median_s")),
+            interval(one.median("ratio_to_fp32")),
         )
-        for i in range(document.length("rows"))
+        for one in document.each("rows")
     ]
     return Table(("optimizer, main dtype", "s a step", "ratio to the same in fp32"), rows)
 
@@ -199,36 +191,12 @@ def nvme(document: Document) -> Table:
     return Table(("", "median"), rows)
 
 
-def offload(document: Document) -> Table:
-    """Seconds of a step of each setting of offload, and bytes of a rank on each tier."""
-    peers: list[str] = []
-    for i in range(document.length("rows")):
-        peers += [peer for peer in document.field("rows", i).get("ratio_to_peers", {}) if peer not in peers]
-    rows = []
-    for i in range(document.length("rows")):
-        row, held = document.field("rows", i), document.field("rows", i, "bytes")
-        cells = [
-            interval(document.median("rows", i, "ratio_to_peers", peer))
-            if peer in row.get("ratio_to_peers", {})
-            else NONE
-            for peer in peers
-        ]
-        places = [megabytes(held[place]) if held else NONE for place in ("device", "host", "nvme")]
-        median, ratio = (document.median("rows", i, key) for key in ("median_s", "ratio"))
-        rows.append((row["engine"], seconds(median), interval(ratio), *cells, *places))
-    titles = (f"ratio to {peer}" for peer in peers)
-    return Table(
-        ("engine", "s a step", "ratio to none", *titles, "device, MB", "host, MB", "files, MB"), rows
-    )
-
-
 def offload_rss(document: Document) -> Table:
     """Growth of the peak memory of a process, and its bound."""
     rows = []
-    for i in range(document.length("rows")):
-        case, num_params = (document.field("rows", i, key) for key in ("case", "num_params"))
-        sizes = [megabytes(document.field("rows", i, key)) for key in ("states", "growth", "bound")]
-        rows.append((case, f"{num_params / 1e6:.0f} M", *sizes))
+    for one in document.each("rows"):
+        case, num_params, *sizes = one.fields("case", "num_params", "states", "growth", "bound")
+        rows.append((case, f"{num_params / 1e6:.0f} M", *map(megabytes, sizes)))
     return Table(
         ("setting", "parameters", "all states, MB", "growth of the peak, MB", "bound, MB"), rows, drawn=(2, 3)
     )
@@ -242,9 +210,9 @@ def offload_gpu(*documents: Document) -> Table:
         facts += [(f"{name}: {fact}", *[NONE] * 4) for name, fact in found.items() if fact is not True]
         if num := sum(fact is True for fact in found.values()):
             facts.append((f"comparisons of bits without a difference: {num}", *[NONE] * 4))
-        for i in range(one.length("rows")):
-            size, setting, speed, flop, *held = (one.field("rows", i, key) for key in _OF_GPU)
-            row = one.field("rows", i)
+        for own in one.each("rows"):
+            size, setting, speed, flop, *held = own.fields(*_OF_GPU)
+            row = own.content
             tokens = f", {row['tokens']:,} tokens" if "tokens" in row else ""  # older documents have one
             share = f" ({row['share']:.3f})" if row.get("share") else ""
             estimated = map(row.get("estimated", {}).get, ("device", "host"))
@@ -309,19 +277,10 @@ def qlora(document: Document) -> Table:
     """Memory of each rank that trains adapters over 4-bit weights."""
     size = document.field("rows", "parameters of the model") / 1e9
     rows = []
-    for i in range(document.length("rows", "ranks")):
-        held, peak = (
-            megabytes(document.field("rows", "ranks", i, key))
-            for key in ("bytes of parameters", "peak bytes, trained")
-        )
-        rows.append(
-            (
-                f"rank {i}, {size:.2f} B parameters",
-                held,
-                peak,
-                number(document.field("rows", "ranks", i, "s to shard")),
-            )
-        )
+    for rank, one in enumerate(document.each("rows", "ranks")):
+        held, peak, taken = one.fields("bytes of parameters", "peak bytes, trained", "s to shard")
+        label = f"rank {rank}, {size:.2f} B parameters"
+        rows.append((label, megabytes(held), megabytes(peak), number(taken)))
     columns = ("", "bytes of parameters, MB", "peak RSS, MB", "s to build and shard")
     return Table(columns, rows, drawn=(1, 2))
 
@@ -333,13 +292,8 @@ def unit_cost(*documents: Document) -> Table:
         own, peer = (one.median("rows", f"{who}, us a unit beyond plain") for who in (OURS, "fsdp2"))
         ranks = one.field("settings", "ranks")
         ratio = interval(one.median("rows", "ratio zeroshard/fsdp2"))
-        rows.append(
-            (
-                f"{ranks} rank{'s' if ranks > 1 else ''}",
-                *(Cell(f"{one.value:.0f}", one) for one in (own, peer)),
-                ratio,
-            )
-        )
+        cells = [Cell(f"{cost.value:.0f}", cost) for cost in (own, peer)]
+        rows.append((f"{ranks} rank{'s' if ranks > 1 else ''}", *cells, ratio))
     return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows, drawn=(1, 2))
 
 
@@ -357,7 +311,7 @@ def experts(*documents: Document) -> Table:
 TABLES: dict[str, Callable[..., Table]] = {
     made.__name__: made
     for made in (
-        *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload, offload_rss),
+        *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload_rss),
         *(offload_gpu, pipeline, pipeline_async, tensor_parallel, qlora, unit_cost, experts),
     )
 }

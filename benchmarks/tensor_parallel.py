@@ -13,7 +13,6 @@ the median of those of the same round.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import record
 import zeroshard
 from before import run_on_ranks
 from medians import median_of, median_ratio
-from turns import command_line
+from turns import check_near, command_line, in_turns
 
 HEAD, VOCABULARY = 64, 4096
 PLAN = {
@@ -142,32 +141,33 @@ def torchs(args: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Any]:
     return model, adamw(model.parameters())
 
 
-def turn(model: Callable[[Tensor], Tensor], optimizer: Any, tokens: Tensor) -> tuple[float, float]:
-    """Seconds of a step, and the loss."""
-    start = time.perf_counter()
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return time.perf_counter() - start, loss.item()
-
-
 def measure(args: argparse.Namespace) -> None:
     """Take turns, and write the times."""
-    engines = {"zeroshard": ours(args), "torch": torchs(args)}
-    shuffle, own = random.Random(0), dist.get_rank() // args.tp
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(args.rounds + 3):
-        torch.manual_seed(number * 100 + own)
-        tokens, losses = torch.randint(VOCABULARY, (args.batch, args.length + 1)), []
-        for name in shuffle.sample(list(engines), len(engines)):
+    own = dist.get_rank() // args.tp
+    losses: dict[str, list[float]] = {}
+
+    def side(name: str, model: Callable[[Tensor], Tensor], optimizer: Any) -> Callable[[], float]:
+        """A step in each call, with the next tokens; it notes the loss."""
+        found = losses.setdefault(name, [])
+
+        def step() -> float:
+            torch.manual_seed(len(found) * 100 + own)
+            tokens = torch.randint(VOCABULARY, (args.batch, args.length + 1))
             dist.barrier()
-            seconds, loss = turn(*engines[name], tokens)
-            losses.append(loss)
-            if number >= 3:
-                times[name].append(seconds)
-        if abs(losses[0] - losses[1]) > 1e-3 * losses[0]:
-            raise RuntimeError(f"expected the same losses, got {losses} in round {number}")
+            start = time.perf_counter()
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds = time.perf_counter() - start
+            found.append(loss.item())
+            return seconds
+
+        return step
+
+    sides = {"zeroshard": side("zeroshard", *ours(args)), "torch": side("torch", *torchs(args))}
+    times = in_turns(sides, args.rounds, warmup=3)
+    check_near("losses", *(torch.tensor(losses[name]) for name in sides), farthest=1e-3)
     if dist.get_rank():
         return
     rows = {f"{name}, s a step": median_of(own)._asdict() for name, own in times.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 Side = TypeVar("Side", bound=Hashable)
@@ -52,6 +54,15 @@ def in_turns(
             if number >= warmup:
                 found[name].append(seconds)
     return found
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """The time of a call, to the end of its work on the device, which has nothing to do before it."""
+    start = time.perf_counter()
+    call()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
 
 
 def check_near(what: str, got: Tensor, want: Tensor, farthest: float) -> None:

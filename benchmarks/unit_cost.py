@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import record
 from before import load, run_on_ranks
 from medians import median_of, median_ratio
-from turns import command_line
+from turns import command_line, in_turns
 
 WIDTH = 8
 
@@ -109,13 +109,11 @@ def bare_exchanges(args: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def turn(model: Callable[[Tensor], Tensor], optimizer: Any, x: Tensor, clock: Callable[[], float]) -> float:
-    """Seconds of a step."""
-    start = clock()
+def step(model: Callable[[Tensor], Tensor], optimizer: Any, x: Tensor) -> None:
+    """Take a whole step."""
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return clock() - start
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -129,21 +127,18 @@ def measure(args: argparse.Namespace) -> None:
     if args.before:
         engines["before"] = sharded(load(), args)
     clock = time.thread_time if args.ranks == 1 else time.perf_counter
-    floor = bare_exchanges(args)
-    shuffle, x = random.Random(0), torch.randn(2, WIDTH)
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    bare: list[float] = []
-    for number in range(args.rounds + 5):
+    x = torch.randn(2, WIDTH)
+
+    def turn(call: Callable[[], None]) -> float:
         dist.barrier()
         start = clock()
-        floor()
-        if number >= 5:
-            bare.append((clock() - start) / args.blocks * 1e6)
-        for name in shuffle.sample(list(engines), len(engines)):
-            dist.barrier()
-            seconds = turn(*engines[name], x, clock)
-            if number >= 5:
-                times[name].append(seconds)
+        call()
+        return clock() - start
+
+    calls = {name: partial(step, *engine, x) for name, engine in engines.items()}
+    calls["exchanges alone"] = bare_exchanges(args)
+    times = in_turns({name: partial(turn, call) for name, call in calls.items()}, args.rounds, warmup=5)
+    bare = [seconds / args.blocks * 1e6 for seconds in times.pop("exchanges alone")]
     if dist.get_rank():
         return
     costs = {

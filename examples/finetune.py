@@ -37,21 +37,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.utils import logging
 
 import report
 import zeroshard
 from blocks import Blocks, TextDatasets, check_separation, collator, text_datasets
-from options import CACHE, OPTIMIZERS, parse_args
+from llama import CACHE, small_llama
+from options import OPTIMIZERS, parse_args
 from text import TEXTS, ByteTokenizer
 from training import History, Trainer, evaluate
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # of a model on the hub
-HEAD_DIM = 32  # of the small Llama
 PROMPT_TOKENS, SAMPLE_TOKENS, ANSWER_TOKENS, TEMPERATURE = 40, 200, 120, 0.7
 
 # ------------------------------------------------------------------------------------------------ setup
@@ -76,21 +74,6 @@ def build_config(args: Namespace) -> zeroshard.Config:
         "checkpoint": args.keep_last and replace(config.checkpoint, keep_last=args.keep_last),
     }
     return replace(config, **{key: value for key, value in flags.items() if value is not None})
-
-
-def small_llama(args: Namespace) -> nn.Module:
-    """Return a Llama with random weights whose tokens are bytes."""
-    sizes = LlamaConfig(
-        vocab_size=256,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 5 // 2,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // HEAD_DIM,
-        max_position_embeddings=args.seq_len,
-        bos_token_id=None,
-        eos_token_id=ByteTokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(sizes)
 
 
 def pretrained(args: Namespace, folder: str, config: zeroshard.Config) -> nn.Module:
@@ -345,7 +328,8 @@ def main() -> None:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder) if folder else ByteTokenizer()
         train, held_out = read_data(args, tokenizer)
         steps = count_steps(args, config, len(train))
-        model = pretrained(args, folder, config) if folder else small_llama(args)
+        sizes = args.hidden, args.layers, args.seq_len, args.seed
+        model = pretrained(args, folder, config) if folder else small_llama(*sizes)
     except (ImportError, OSError, ValueError) as error:
         sys.exit(f"finetune.py: {error}")
     optimizer = build_optimizer(args, model)

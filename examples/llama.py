@@ -1,4 +1,4 @@
-"""The small Llama of the examples with other libraries, and its text."""
+"""The small Llama of the examples, and its text."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from blocks import TextDatasets, text_datasets
 from text import ByteTokenizer, python_documentation
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
+HEAD_DIM = 32
 SEQ_LEN = 128
 """Bytes in a block of text."""
 
 
-def small_llama() -> LlamaForCausalLM:
+def small_llama(hidden: int = 64, layers: int = 2, seq_len: int = SEQ_LEN, seed: int = 0) -> LlamaForCausalLM:
     """Return a model with random weights, the same ones on all ranks, whose tokens are bytes."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=SEQ_LEN,
+        hidden_size=hidden,
+        intermediate_size=hidden * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_DIM,
+        max_position_embeddings=seq_len,
         bos_token_id=None,
         eos_token_id=ByteTokenizer.eos_token_id,
     )
     return LlamaForCausalLM(config)
 
 
-def read_text() -> TextDatasets:
+def read_text(seq_len: int = SEQ_LEN) -> TextDatasets:
     """Return blocks of Python's documentation."""
-    return text_datasets(python_documentation(CACHE), ByteTokenizer(), seq_len=SEQ_LEN)
+    return text_datasets(python_documentation(CACHE), ByteTokenizer(), seq_len=seq_len)
 
 
 def parser(description: str | None, steps: int = 60) -> argparse.ArgumentParser:

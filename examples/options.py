@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 import zeroshard
+from llama import HEAD_DIM
 from text import TEXTS
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
-HEAD_DIM = 32  # of the small Llama
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, fused=True),
     "adamw8bit": zeroshard.optim.AdamW8bit,

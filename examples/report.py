@@ -199,12 +199,14 @@ class TrainingProgress:
             f"grad norm {norm.item():.2f}" if norm is not None else "",
             f"{self._tokens / training:,.0f} {self._unit}s/s",
         ]
-        time_left = [f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all"]
+        memory = engine.memory_report()
+        ends = [f"{(memory.peak_allocated or memory.rss or 0) / MIB:,.0f} MiB"]
+        ends.append(f"{clock(left)} left" if done < self._steps else f"{clock(seconds)} in all")
         self._told = done
-        lines = (losses + time_left, pace)  # two lines, for a terminal of 80 columns
+        lines = (losses + ends, pace)  # two lines, for a terminal of 80 columns
         self._bar.update(self._task, state="\n".join(map(joined, lines)))
         if not self._is_shown:
-            figures = joined(losses[: 1 + is_new] + pace + time_left)
+            figures = joined(losses[: 1 + is_new] + pace + ends)
             self._console.print(f"step {done}/{self._steps}: {figures}", soft_wrap=True)
 
 

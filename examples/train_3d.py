@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import zeroshard
-from blocks import TextDatasets, collator, text_datasets
-from text import ByteTokenizer, python_documentation
+from blocks import TextDatasets, collator
+from llama import read_text, small_llama
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
 AGAIN = 2  # steps after the checkpoint
 
 
@@ -63,21 +62,6 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def small_llama(args: argparse.Namespace) -> LlamaForCausalLM:
-    """Return a model with random weights, the same ones on all ranks, whose tokens are bytes."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=256,
-        num_hidden_layers=args.layers,
-        max_position_embeddings=args.seq_len,
-        bos_token_id=None,
-        eos_token_id=ByteTokenizer.eos_token_id,
-        **sizes,
-    )
-    return LlamaForCausalLM(config)
-
-
 def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Make the optimizer of this rank's part of the model."""
     return torch.optim.AdamW(parameters, lr=3e-3)
@@ -100,7 +84,7 @@ def start(
         "clip_grad_norm": 1.0,
         "loader": {"drop_last": True},
     }
-    model = small_llama(args)
+    model = small_llama(128, args.layers, args.seq_len)
     engine, _, loader, _ = zeroshard.initialize(
         model, make_optimizer, config, training_data=text.train, collate_fn=collator(model)
     )
@@ -138,7 +122,7 @@ def show_ranks(engine: zeroshard.Engine) -> None:
 def run(args: argparse.Namespace, folder: Path) -> None:
     """Train on this rank."""
     logging.disable_progress_bar()
-    text = text_datasets(python_documentation(CACHE), ByteTokenizer(), seq_len=args.seq_len)
+    text = read_text(args.seq_len)
     engine, batches = start(args, text, pp=args.pp)
     say(engine.pipeline_report() if args.pp > 1 else "one pipeline rank, which has all blocks")
     train(engine, batches, range(1, args.steps + 1))

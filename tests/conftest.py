@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ def no_group_stays() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- the selection
 
+SECONDS_OF_LONG = 2
+"""Of a long test whose mark says nothing else, about."""
 NUM_FAST = pytest.StashKey[dict[str, int]]()
 """The number of fast tests of each test file that is collected."""
 
@@ -83,14 +86,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[NUM_FAST] = num_fast = dict.fromkeys((str(item.path) for item in items), 0)
     for item in items:
         num_fast[str(item.path)] += not item.get_closest_marker("long")
+    if not (config.option.all or config.option.markexpr):
+        left_out = {item for item in items if item.get_closest_marker("long") and not _is_named(item, config)}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     if hasattr(config, "workerinput"):  # the files that take longest come first, so that none ends alone
-        taken = seconds.kept()
-        items.sort(key=lambda item: -taken.get(item.nodeid.partition("::")[0].removeprefix("tests/"), 0))
-    if config.option.all or config.option.markexpr:
-        return
-    left_out = {item for item in items if item.get_closest_marker("long") and not _is_named(item, config)}
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
+        taken = Counter(seconds.kept())
+        for item in items:
+            if mark := item.get_closest_marker("long"):
+                taken[_file_of(item)] += mark.kwargs.get("seconds", SECONDS_OF_LONG)
+        items.sort(key=lambda item: -taken[_file_of(item)])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,6 +120,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         number = int(worker["workerid"].removeprefix("gw"))
         with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             forks.share(worker["testrunuid"], number, worker["workercount"])
+
+
+def _file_of(item: pytest.Item) -> str:
+    """The path under tests/ of a test's file."""
+    return item.nodeid.partition("::")[0].removeprefix("tests/")
 
 
 def _holds_for(item: pytest.Item, mark: pytest.Mark) -> bool:

@@ -1,6 +1,7 @@
 """Moving averages of sharded parameters are those of torch.optim.swa_utils, to the bit."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.distributed.training import SOME_STAGES, numbers, start, unequal
+from tests.distributed.training import SOME_STAGES, numbers, seeded, start, take_steps, unequal
 from tests.ranks import on_ranks
 from zeroshard.plan import pieces
 from zeroshard.stores.swapfile import SwapFile
@@ -41,14 +42,11 @@ class Net(nn.Module):
         return self.last(x) + self.again(x)
 
 
-def build():
-    torch.manual_seed(0)
-    return Net()
+build = partial(seeded, Net)
 
 
-def train(engine, number):
-    engine.backward(engine(numbers(number, 6, 7)).square().mean())
-    return engine.step()
+def train(engine, *steps):
+    take_steps(engine, steps, lambda model, number: model(numbers(number, 6, 7)).square().mean())
 
 
 class Reference:
@@ -213,7 +211,7 @@ def test_trained_values_are_back_after_an_exception():
     model = build()
     engine, _ = start(model, stage=3)
     ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
-    train(engine, 0), train(engine, 1)
+    train(engine, 0, 1)
     before = engine.full_state_dict()
     with pytest.raises(LookupError), ema.applied():
         raise LookupError

@@ -103,7 +103,7 @@ def _train_pipeline(
         take_step=engine._take_step,
     )
     means = _mean(engine, losses)
-    engine._watch(means.sum())
+    engine.watch(means.sum())
     return means
 
 

@@ -9,7 +9,7 @@
     dict[K, X]                      a dict
     a dataclass                     a dict with its fields alone; it may lack those that have a default
 
-So a file with an entry of a later version is refused.
+So a file with an entry of a later version is refused. All that a file may lack is a kind of `Damage`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
@@ -43,9 +44,31 @@ def to_json(value: Any) -> Any:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
+class DamageError(RuntimeError):
+    """A file is not as it was written."""
+
+
+_AGAIN = "Load an older tag, or copy the file anew"
+
+
+class Damage(StrEnum):
+    """The kinds of damage, each with its one text: what was expected and found, and the remedy."""
+
+    MISSING = f"expected a file, found none. {_AGAIN}"
+    LINK = "expected the file itself, found a symbolic link to '{}'. Only its directory may be a link"
+    SIZE = f"expected {{}} bytes, found {{}}. {_AGAIN}"
+    SUM = f"expected the checksum {{!s:.20}}, found {{}}. {_AGAIN}"
+    CONTENT = f"expected content in its format, found {{:.300}}. {_AGAIN}"
+    FORMAT = "expected format {}, found {!r:.20}. Load it with what wrote it, {!s:.100}"
+
+    def of(self, file: Path, *found: object) -> DamageError:
+        """Return the error of a file, with the values that its text has places for."""
+        return DamageError(f"{file}: {self.format(*found)}")
+
+
 @contextmanager
 def naming_damage(file: Path, remedy: str = "") -> Iterator[None]:
-    """Raise each error inside, of whatever kind a crafted file makes it, as a RuntimeError with the file.
+    """Raise each error inside, of whatever kind a crafted file makes it, as the damage of the file.
 
     Args:
         file: the file.
@@ -53,10 +76,14 @@ def naming_damage(file: Path, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
+    except DamageError:  # of a file that it names
+        raise
+    except FileNotFoundError:
+        raise Damage.MISSING.of(file) from None
     except Exception as error:
         if remedy and isinstance(error, ValueError):
             raise ValueError(f"{file}: {error}. {remedy}") from None
-        raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error!s:.300})") from None
+        raise Damage.CONTENT.of(file, f"{type(error).__name__}: {error}") from None
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:

@@ -52,7 +52,9 @@ class Engine(NotCopied, nn.Module):
     no_sync, unsharded, close = sharded.no_sync, sharded.unsharded, sharded.close
     clip_grad_norm_, full_state_dict = sharded.clip_grad_norm_, sharded.full_state_dict
     num_parameters, units = sharded.num_parameters, property(sharded.units)
+    subscribe, on_all = sharded.subscribe, sharded.on_all
     register_forward_method, generate = methods.register_forward_method, methods.generate
+    gathered = methods.gathered
     memory_report, reset_memory_report = report.memory_report, report.reset_memory_report
     comm_report, reset_comm_report = report.comm_report, report.reset_comm_report
     pipeline_report = cut.pipeline_report
@@ -331,16 +333,11 @@ class Engine(NotCopied, nn.Module):
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
         self.global_step += 1
-        self._watch(self._guard.grad_norm, self._guard.loss)
+        self.watch(self._guard.grad_norm, self._guard.loss)
         for averages in self._parts.averages.values():
             averages.update()
         if not self._is_ready:
             self._runtime.state.end_step()
-
-    def _watch(self, *values: Tensor | None) -> None:
-        """Warn of a step with a loss or norm that is not finite, where the host need not wait to see it."""
-        if not streams.has_streams(self.device):
-            self._guard.watch(self.global_step, *values)
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user if only the engine can take it."""
@@ -416,6 +413,16 @@ class Engine(NotCopied, nn.Module):
         )
 
     # -- facts and reports ----------------------------------------------------------------------------
+
+    def watch(self, *values: Tensor | float | None) -> None:
+        """Warn once of a step with a loss or norm that is not finite, where the host need not wait to see it.
+
+        Args:
+            values: losses and norms of the last steps. On an accelerator tensors are not looked at.
+        """
+        waits = streams.has_streams(self.device)
+        seen = (value for value in values if not (waits and isinstance(value, Tensor)))
+        self._guard.watch(self.global_step, *seen)
 
     @property
     def mesh(self) -> DeviceMesh:

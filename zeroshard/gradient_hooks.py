@@ -264,7 +264,7 @@ def _check_settings(hook: GradientHook, config: Config, model: nn.Module) -> Non
     allowed: dict[str, Any] = {"mesh.pp": [1], "mesh.tp": [1], "stage": [0, 1]}
     allowed["nonfinite"] = ["report", "error"]  # what is skipped would stay in the state of the hook
     if hook.is_local:
-        why = "ranks go on with different gradients"
+        why = "ranks go on with different gradients; OuterStep.post_local_sgd takes local steps at all stages"
         allowed |= {"stage": [0], "nonfinite": ["report"], "clip_grad_norm": [None], "ignored": [None]}
         allowed |= {"offload.optimizer": ["none"], "precision.main_dtype": [None, torch.float32]}
     for key, values in allowed.items():

@@ -14,11 +14,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from zeroshard.codec import Damage, Size, naming_damage, typed
 from zeroshard.plan.layout import Span
 from zeroshard.stores.host import host_memory
 
@@ -65,17 +66,14 @@ class FileTensor:
         """[elements]: ranges of the flattened tensor, one after the other.
 
         Raises:
-            RuntimeError: the file ends too early.
+            DamageError: the file ends too early.
         """
         size, num_read = self.file_dtype.itemsize, 0
         raw = host_memory(sum(span.size for span in spans) * size, pinned=False)
-        memory = raw.numpy().data
         with self.file.open("rb") as file:
             for span in spans:
-                file.seek(self.offset + span.start * size)
-                num_read += file.readinto(memory[num_read : num_read + span.size * size])
-        if num_read != raw.numel():
-            raise RuntimeError(f"{self.file}: expected {raw.numel()} bytes of a tensor, got {num_read}")
+                fill(file, self.offset + span.start * size, raw[num_read : num_read + span.size * size])
+                num_read += span.size * size
         return raw.view(self.file_dtype).to(self.dtype)
 
     def __str__(self) -> str:
@@ -83,62 +81,58 @@ class FileTensor:
         return f"in {self.file.name} at byte {self.offset} as {self.file_dtype}"
 
 
+def fill(file: Any, start: int, memory: Tensor) -> None:
+    """Read the bytes of an open file from `start` on into memory, [n] of uint8 on the host.
+
+    Raises:
+        DamageError: the file ends too early.
+    """
+    file.seek(start)
+    if file.readinto(memory.numpy().data) != memory.numel():
+        raise Damage.SIZE.of(Path(file.name), start + memory.numel(), os.fstat(file.fileno()).st_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, ...]
+    """Its first byte after the header, and the byte after its last one."""
+
+
 def read_header(file: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file, by name; no values are read.
 
     Raises:
-        ValueError: the file cannot be read, or its header is not one of safetensors.
+        DamageError: the file is missing or shortened, or its header is not one of safetensors.
+        ValueError: a dtype that is not one of `_DTYPES`.
     """
-    header, end = _read_object(file, begins_with_size=True)
-    header.pop("__metadata__", None)
-    return {name: _tensor(file, end, name, entry) for name, entry in header.items()}
-
-
-def _read_object(file: Path, *, begins_with_size: bool) -> tuple[dict[str, Any], int]:
-    """Return the JSON object at the start of a file, and the bytes up to its end.
-
-    Args:
-        file: the file.
-        begins_with_size: True if 8 bytes with the size of the JSON lie before it; False if it is the file.
-
-    Raises:
-        ValueError: with the name of the file.
-    """
-    try:
-        with file.open("rb") as opened:
-            start, size = 0, (most := file.stat().st_size)
-            if begins_with_size:
-                start, size = 8, int.from_bytes(opened.read(8), "little")
-            content = json.loads(opened.read(size)) if size <= most else None
-    except OSError as error:
-        raise ValueError(f"{file}: can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number that is too long; or nested too deep
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object{' of safetensors' * begins_with_size}, got none")
-    return content, start + size
-
-
-def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
-    """Check one entry of a header."""
-    match entry:
-        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
-            if kind not in _DTYPES:
-                known = ", ".join(_DTYPES)
-                raise ValueError(f"{file}: tensor '{name}' has dtype {kind}; expected one of {known}")
-            dtype = _DTYPES[kind]
-            is_inside = start >= 0 and data_start + stop <= file.stat().st_size
-            # bool is a kind of int
-            are_sizes = all(type(size) is int and size >= 0 for size in (*shape, start, stop))
-            if are_sizes and is_inside and stop - start == math.prod(shape) * dtype.itemsize:
-                return FileTensor(
-                    file=file,
-                    offset=data_start + start,
-                    shape=tuple(shape),
-                    file_dtype=dtype,
-                    dtype=dtype,
-                )
-    raise ValueError(f"{file}: expected all bytes of tensor '{name}', got a damaged or shortened file")
+    with naming_damage(file), file.open("rb") as opened:
+        most, start = file.stat().st_size, 8 + int.from_bytes(opened.read(8), "little")
+        if start > most:
+            raise Damage.SIZE.of(file, start, most)
+        header: Any = json.loads(opened.read(start - 8))
+        header.pop("__metadata__", None)
+        entries: dict[str, _Entry] = typed(dict[str, _Entry], header, "header")
+        spans = {name: Span(*entry.data_offsets) for name, entry in entries.items()}
+    if (stop := max((start + span.stop for span in spans.values()), default=0)) > most:
+        raise Damage.SIZE.of(file, stop, most)
+    tensors: dict[str, FileTensor] = {}
+    for name, entry in entries.items():
+        if (dtype := _DTYPES.get(entry.dtype)) is None:
+            known = ", ".join(_DTYPES)
+            raise ValueError(
+                f"{file}: tensor '{name:.100}' has dtype {entry.dtype:.20}; expected one of {known}"
+            )
+        if spans[name].size != math.prod(entry.shape) * dtype.itemsize:
+            raise Damage.CONTENT.of(file, f"another number of bytes than the shape of '{name}' has")
+        offset = start + spans[name].start
+        tensors[name] = FileTensor(file=file, offset=offset, shape=entry.shape, file_dtype=dtype, dtype=dtype)
+    if sum(span.size for span in spans.values()) > most - start:
+        raise Damage.CONTENT.of(file, "tensors that overlap")
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +192,8 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
     """Return the tensors of a checkpoint by name: of model.safetensors, or of the files in its index.
 
     Raises:
-        ValueError: no such folder, or no safetensors checkpoint in it; a file that is missing or damaged.
+        ValueError: no such folder, or no safetensors checkpoint in it.
+        DamageError: a file is missing or damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -209,19 +204,20 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
         pickled = [file.name for file in path.glob("*.bin")]
         hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
         raise ValueError(f"'{folder}': expected {SINGLE} or {INDEX}, found neither{hint}")
-    places: Any = _read_object(path / INDEX, begins_with_size=False)[0].get("weight_map")
-    names = places.values() if isinstance(places, dict) else (None,)
-    if not all(isinstance(name, str) and is_file_name(name) for name in names):
-        raise ValueError(
-            f"{path / INDEX}: expected a 'weight_map' from tensors to names of files in its folder"
-        )
+    with naming_damage(path / INDEX):
+        content = json.loads((path / INDEX).read_bytes())
+        places: dict[str, str] = typed(_WeightMap, content["weight_map"], "weight_map")
     files = {name: read_header(path / name) for name in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
-            raise ValueError(f"{path / file}: expected tensor '{name}', as {INDEX} says, found none")
+            raise Damage.CONTENT.of(path / file, f"no tensor '{name}', which {INDEX} says is there")
     return {name: files[file][name] for name, file in places.items()}
 
 
 def is_file_name(name: str) -> bool:
     """Return True for the name of a file, not a path."""
     return name.isprintable() and os.path.basename(name) == name and name not in ("", ".", "..")
+
+
+_WeightMap = dict[str, Annotated[str, is_file_name]]
+"""The file of each tensor, in the folder of the index."""

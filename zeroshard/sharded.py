@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zeroshard.assemble import shard_in_place
-from zeroshard.comm.collectives import on_all
+from zeroshard.comm import collectives
 from zeroshard.comm.streams import mark_here
 from zeroshard.config.sections import Config
 from zeroshard.full import parameters as full
+from zeroshard.hf.quantize import count_elements
+from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.memory.tiered import count_elements
 from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
@@ -27,13 +30,18 @@ from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, set
 from zeroshard.parameters.state import IN_BATCH, Moment, Phase
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
+from zeroshard.sharding.context import Changes
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
+from zeroshard.sharding.unit import UnitState
 from zeroshard.stepping.attach import attach
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.tables import LINE, format_count, render
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
+
+
+T = TypeVar("T")
 
 
 class Closed:
@@ -64,7 +72,7 @@ def restore_module(runtime: Runtime) -> None:
         for unit in runtime.units:
             unit.slots.check()
 
-    on_all(runtime.context.axes.world, "agreement on close()", check)
+    collectives.on_all(runtime.context.axes.world, "agreement on close()", check)
     runtime.drop_deferred()
     runtime.passes.reshard_all()
     for unit in runtime.units:
@@ -236,6 +244,97 @@ def close(owner: Engine | Sharded, restore: bool = True) -> None:
         owner._release(restore, closed)
 
 
+def on_all(owner: Engine | Sharded, label: str, call: Callable[[], T]) -> list[T]:
+    """Call a function on each rank, and give all ranks the results, or the first error; collective.
+
+    Args:
+        label: the name of the call in errors.
+        call: returns a small value that can be pickled.
+
+    Returns:
+        The results in the order of ranks.
+
+    Raises:
+        ValueError, RuntimeError: the error of the first rank that failed, on all ranks.
+    """
+    return collectives.on_all(owner._runtime.context.axes.world, label, call)
+
+
+_OF_UNITS = {"unshard": "gather", "wait": "wait of gather", "reshard": "free", "start_reduce": "reduce"}
+"""The work of each verb of a unit."""
+_OF_GRADIENTS = dict.fromkeys(("pack", "progress", "deliver"), "reduce") | {"wait": "wait of reduction"}
+
+
+def _verbs(runtime: Runtime) -> Iterator[tuple[Any, str, str]]:
+    """Yield the objects that work for units, each with a verb, and with its work and unit."""
+    for unit in runtime.units:
+        verbs: list[tuple[Any, str, str]] = [(unit, verb, work) for verb, work in _OF_UNITS.items()]
+        verbs += [(one, verb, work) for one in unit.gradients for verb, work in _OF_GRADIENTS.items()]
+        # The streams of an accelerator copy during compute, which notes nothing of it.
+        for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
+            verbs += [(store, "load", "copy") for store in (buffer.store, buffer.store.copy) if store]
+        yield from ((holder, verb, f"{work} of {unit.described}") for holder, verb, work in verbs)
+
+
+@contextmanager
+def subscribe(
+    owner: Engine | Sharded,
+    around: Callable[[str], AbstractContextManager[object]],
+    stepped: Callable[[], object] = object,
+) -> Iterator[None]:
+    """Enter a context around each piece of work of this rank, as long as the block lasts.
+
+    Verbs are replaced in the objects that have them, so that nothing is asked where nobody has subscribed.
+
+    Args:
+        around: (work) -> a context: "forward of unit 'blocks.0'", or of a backward, gather, free, reduce,
+            copy or wait. A forward, a backward, the "step" of the optimizer, and "other" outside of these,
+            last until the next of them begins; the others are inside.
+        stepped: is called at the end of each step of the optimizers.
+    """
+    runtime, here, changes, phase = owner._runtime, owner._runtime.here, Changes(), ExitStack()
+    thread, waits, after_step = threading.get_ident(), runtime.context.axes.dp.waits, runtime.after_step
+
+    def is_here() -> bool:
+        """True in the program's thread, and in the thread of its backward, for which the program waits."""
+        return threading.get_ident() == thread or is_in_backward()
+
+    def do(call: Callable[..., Any], work: str, *args: Any, **kwargs: Any) -> Any:
+        with around(work) if is_here() else nullcontext():
+            return call(*args, **kwargs)
+
+    def wait_for(call: Callable[..., Any], works: Any, label: str, *kind: str) -> None:
+        do(call, f"wait of {label}", works, label, *kind)
+
+    def enter(call: Callable[..., Any], name: str, where: str = "") -> None:
+        call(name, where)
+        if is_here():
+            phase.close()
+            work = name.removeprefix("the ").removeprefix("optimizer ")
+            phase.enter_context(around(f"{work}{where}" or "other"))
+
+    def end_step(parameters: Container[nn.Parameter] = (), is_last: bool = True) -> None:
+        after_step(parameters, is_last)
+        if is_last:
+            stepped()
+
+    for holder, verb, work in _verbs(runtime):
+        changes.set(holder, verb, partial(do, getattr(holder, verb), work))
+    changes.set(waits, "wait_for", partial(wait_for, waits.wait_for))
+    changes.set(here, "enter", partial(enter, here.enter))
+    changes.set(runtime, "after_step", end_step)
+    here.exit()
+    try:
+        yield
+    finally:
+        changes.undo()
+        phase.close()
+        # An exchange that ends after torch's profiler (2.11 to 2.14) would write into memory that is freed.
+        for unit in runtime.units:
+            if unit.state is UnitState.GATHERING:
+                unit.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
     """An entry of `engine.units`."""
@@ -293,10 +392,12 @@ class Sharded(NotCopied):
 
     module: nn.Module
     """The module that was given."""
+    device: torch.device
+    """The device that this rank computes on."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._guard = runtime, StepGuard(runtime)
-        self.module = runtime.module
+        self.module, self.device = runtime.module, runtime.context.device
         zero_grad = self.module.zero_grad
 
         def zero_all(set_to_none: bool = True) -> None:
@@ -308,6 +409,7 @@ class Sharded(NotCopied):
     no_sync, unsharded = no_sync, unsharded
     clip_grad_norm_, full_state_dict = clip_grad_norm_, full_state_dict
     num_parameters, close = num_parameters, close
+    subscribe, on_all = subscribe, on_all
     units = property(units)
 
     def attach(self, *optimizers: Optimizer) -> None:

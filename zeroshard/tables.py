@@ -23,11 +23,11 @@ def parse_size(text: str) -> int:
 
 def format_bytes(count: float) -> str:
     """A byte count in the unit a person would use, powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
         if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.{digits}f} {unit}"
         count /= 1024
-    return f"{count:.2f} GiB"
+    return f"{count:.2f} TiB"
 
 
 def format_count(count: float) -> str:

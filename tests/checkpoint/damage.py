@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,17 @@ def message_of(call: Callable[[], Any]) -> str:
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1, texts
     return text
+
+
+@contextmanager
+def full_after(num_bytes: int) -> Iterator[None]:
+    """No file of this rank can grow beyond that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 Damage = Callable[[Path], None]

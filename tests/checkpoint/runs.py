@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Engine
+from zeroshard import Engine, optim
+from zeroshard.checkpoint.files import TENSORS, VALUES
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.save import write as write_snapshot
@@ -108,13 +108,34 @@ def token_loss(engine: nn.Module, number: int) -> Tensor:
     return F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def square_loss(width: int) -> Loss:
+    """Return the loss of models from [4, width], the same on each rank."""
+
+    def loss(engine: nn.Module, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return engine(torch.randn(4, width, generator=generator)).square().mean()
+
+    return loss
+
+
+Maker = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def maker(name: str, **options: Any) -> Maker:
+    """Return what makes an optimizer of this name, ours or torch's, from a model."""
+    kind = getattr(optim if hasattr(optim, name) else torch.optim, name)
+    return lambda model: kind(model.parameters(), **({"lr": 1e-2} | options))
+
+
+adamw = maker("AdamW")
 
 
 def start(
     config: Mapping[str, Any] | int = 3,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = adamw,
+    optimizer: Maker | None = adamw,
     *,
     model: nn.Module | None = None,
     seed: int = 0,
@@ -135,9 +156,7 @@ def start(
     return zeroshard.initialize(model, made, config, **given).engine
 
 
-def train(
-    engine: Engine, numbers: Iterable[int], loss: Callable[[nn.Module, int], Tensor] = token_loss
-) -> list[float]:
+def train(engine: Engine, numbers: Iterable[int], loss: Loss = token_loss) -> list[float]:
     """The mean losses over all ranks of steps on the global batches of these numbers."""
     losses = []
     for number in numbers:
@@ -146,6 +165,24 @@ def train(
         engine.step()
         losses.append(sum(from_all(value.item())) / dist.get_world_size())
     return losses
+
+
+def saved(
+    folder: Path,
+    config: Mapping[str, Any] | int = 3,
+    optimizer: Maker | None = adamw,
+    *,
+    numbers: Iterable[int] = range(2),
+    loss: Loss = token_loss,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Engine:
+    """An engine that has trained on the batches of these numbers, and has saved a checkpoint."""
+    engine = start(config, optimizer, **given)
+    train(engine, numbers, loss)
+    engine.save_checkpoint(folder, tag, client_state)
+    return engine
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
@@ -214,15 +251,19 @@ def differences(got: State, want: State) -> list[str]:
     ]
 
 
+def refused(engine: Engine, folder: str | Path, kind: type[Exception] = ValueError, **options: Any) -> str:
+    """The message, the same on all ranks, of a checkpoint that does not load and changes nothing."""
+    before = state(engine)
+    text = refusal(lambda: engine.load_checkpoint(folder, **options), kind)
+    assert len(set(from_all(text))) == 1
+    assert not differences(state(engine), before)
+    return text
+
+
 def read_whole(stored: Stored) -> dict[str, Tensor]:
     """All tensors of a checkpoint, by name."""
     with TensorReader(stored) as reader:
-        found = {}
-        for name, tensor in stored.tensors.items():
-            values = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype)
-            reader.read(TensorSlice(name, tensor.shape, 0, values))
-            found[name] = values.view(tensor.shape)
-    return found
+        return {name: reader.read_whole(name) for name in stored.tensors}
 
 
 def snapshot_of(folder: Path, parts: list[TensorSlice], device: torch.device) -> Snapshot:
@@ -247,7 +288,7 @@ def snapshot_of(folder: Path, parts: list[TensorSlice], device: torch.device) ->
         keep_last=None,
         slices=parts,
         manifest=manifest,
-        values={},
+        values={VALUES: b"", TENSORS: b""},
         memory=TierMemory(device, None, 0),
     )
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from zeroshard.checkpoint.places import Box, boxes_of, runs, split, whole
+from zeroshard.checkpoint.places import Box, boxes_of, split, whole
 from zeroshard.plan.layout import Span
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -70,21 +70,14 @@ def test_pieces_of_any_box_are_cut_along_as_few_dimensions_as_can_be(case, limit
 
 
 @given(FULL_SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape), boxes(shape))))
-def test_runs_move_exactly_the_shared_elements_to_their_places(case):
-    shape, source, target = case
-    stored = elements(shape, source)
-    got = [None] * target.numel
-    for run in runs(source, target):
-        assert run.numel > 0
-        for step in range(run.numel):
-            assert got[run.target + step] is None
-            got[run.target + step] = stored[run.source + step]
-    want = [element if element in stored else None for element in elements(shape, target)]
-    assert got == want
-
-
-def test_runs_are_as_long_as_rows_allow():
-    assert len(list(runs(whole((7, 5, 3)), whole((7, 5, 3))))) == 1
-    assert len(list(runs(Box((2, 0, 0), (3, 5, 3)), whole((7, 5, 3))))) == 1
-    assert len(list(runs(Box((2, 1, 0), (3, 2, 3)), whole((7, 5, 3))))) == 3
-    assert len(list(runs(Box((2, 1, 1), (3, 2, 1)), whole((7, 5, 3))))) == 6
+def test_the_elements_that_two_boxes_share_have_an_index_and_a_short_range_in_each(case):
+    shape, *pair = case
+    shared = set(elements(shape, pair[0])) & set(elements(shape, pair[1]))
+    common = pair[0].intersect(pair[1])
+    assert (common is None) == (not shared)
+    for box in pair if common is not None else ():
+        stored = np.array(elements(shape, box)).reshape(box.sizes)
+        assert set(stored[common.within(box)].flatten().tolist()) == shared
+        span = common.span_in(box)
+        assert shared <= set(stored.flatten()[span.slice].tolist())
+        assert {stored.flatten()[span.start], stored.flatten()[span.stop - 1]} <= shared

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.checkpoint.damage import PART, Edit, damaged, edit_manifest, edit_values, message_of, refit
-from tests.checkpoint.runs import differences, start, state, train
+from tests.checkpoint.runs import differences, saved, square_loss, state, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 
@@ -190,6 +190,12 @@ LINKS = {name: link(name) for name in (".metadata", VALUES, TENSORS, MANIFEST, P
     "to nowhere": link(PART, "nowhere")
 }
 
+REMEDIES = (
+    "Load an older tag, or copy the file anew",
+    "Only its directory may be a link",
+    "Load it with what wrote it, ",
+    "load with restore_hyperparameters=False",
+)
 KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, "links": LINKS}
 """tests/hf/test_pretrained.py has damaged headers of safetensors, for the same reader."""
 
@@ -197,15 +203,14 @@ KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, "links": LINKS
 # ------------------------------------------------------------------------------------------- loading
 
 
-def begin(**given: Any) -> Any:
-    """An engine over a model with matrices whose slices lie on two ranks."""
+def begin(folder: Path, **given: Any) -> Any:
+    """An engine over a model with matrices whose slices lie on two ranks, and a checkpoint of it."""
     torch.manual_seed(0)
-    return start(3, model=nn.Sequential(nn.Linear(24, 28), nn.Linear(28, 26), nn.Linear(26, 24)), **given)
+    model = nn.Sequential(nn.Linear(24, 28), nn.Linear(28, 26), nn.Linear(26, 24))
+    return saved(folder, numbers=[0], loss=loss, tag="tag", model=model, **given)
 
 
-def loss(engine: nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return engine(torch.randn(4, 24, generator=generator)).square().mean()
+loss = square_loss(24)
 
 
 def generators() -> Any:
@@ -222,9 +227,7 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
     good = tmp_path / "good"
     data = torch.utils.data.TensorDataset(torch.arange(10))
     schedule = {"lr_scheduler": lambda optimizer: CosineAnnealingLR(optimizer, T_max=9)}
-    engine = begin(training_data=data, **schedule)
-    train(engine, [0], loss)
-    engine.save_checkpoint(good, "tag")
+    engine = begin(good, training_data=data, **schedule)
     train(engine, [1], loss)
     before, drawn = state(engine), generators()
     for name, craft in KINDS[kind].items():
@@ -232,6 +235,7 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
         text = message_of(lambda bad=bad: engine.load_checkpoint(bad))  # type: ignore[misc]
         found += [] if f"{bad / 'tag.0'}/" in text else [f"{name}: {text}"]
         found += [f"{name}: {len(text)} characters"] * (len(text) > 600)
+        found += [f"{name}: no remedy: {text}"] * (not any(remedy in text for remedy in REMEDIES))
         found += [f"{name}: loaded in part: {text}"] * ("in part" in text)
     found += ["generators"] * (generators() != drawn)
     found += differences(state(engine), before)
@@ -242,9 +246,7 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
 
 @on_ranks(1)
 def test_places_of_loaders_in_an_older_checkpoint_are_named_in_a_warning(tmp_path):
-    engine = begin()
-    train(engine, [0], loss)
-    engine.save_checkpoint(tmp_path / "good", "tag")
+    engine = begin(tmp_path / "good")
     older = damaged(tmp_path / "good", edit_values(put("places_in_data", [{"epoch": 1}])), "tag.0")
     with pytest.warns(UserWarning, match="has places of loaders of the user: the data begin where they are"):
         engine.load_checkpoint(older)
@@ -255,9 +257,7 @@ def test_places_of_loaders_in_an_older_checkpoint_are_named_in_a_warning(tmp_pat
 @on_ranks(1)
 def test_random_bytes_in_a_file_never_end_in_another_kind_of_error(tmp_path, file):
     """Checksums fit again: the checkpoint is refused, or loads with what it then says."""
-    engine = begin()
-    train(engine, [0], loss)
-    engine.save_checkpoint(tmp_path, "tag")
+    engine = begin(tmp_path)
     directory, found = tmp_path / "tag.0", []
     data = (directory / file).read_bytes()
     for seed in range(80):

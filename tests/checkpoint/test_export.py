@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.checkpoint.damage import full_after
 from tests.checkpoint.peaks import growth, needs_linux
 from tests.commands import failure
 from tests.distributed.models import LLAMA, VOCABULARY, Tiny
@@ -370,17 +368,6 @@ def test_an_export_holds_a_unit_or_a_tensor_at_a_time(tmp_path):
     assert (tmp_path / "command" / "model.safetensors").stat().st_size > 31 * MEGABYTE
 
 
-@contextmanager
-def full(num_bytes: int) -> Iterator[None]:
-    """No file can grow beyond that."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def export_in_vain(folder: str) -> list[str]:
     """What an engine says to exports that fail; it trains on."""
     model = build("Llama")
@@ -389,7 +376,7 @@ def export_in_vain(folder: str) -> list[str]:
     before, said = engine.full_state_dict(), []
     for path, tokenizer in (("there", None), ("file", None), ("new", Broken())):
         try:
-            with full(20_000 if path == "there" and dist.get_rank() == 0 else -1):
+            with full_after(20_000 if path == "there" and dist.get_rank() == 0 else -1):
                 engine.save_pretrained(Path(folder, path), tokenizer)
         except RuntimeError as error:
             said.append(str(error))

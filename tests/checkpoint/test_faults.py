@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import random
 import re
@@ -22,12 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.damage import Damage, damaged, message_of
-from tests.checkpoint.runs import differences, start, state, train
+from tests.checkpoint.damage import Damage, damaged, full_after, message_of
+from tests.checkpoint.runs import differences, square_loss, start, state, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import LATEST, MANIFEST, VALUES
-from zeroshard.checkpoint.save import _CheckedFile
 
 
 def wait_for_background() -> None:
@@ -37,23 +35,6 @@ def wait_for_background() -> None:
 
 
 # ------------------------------------------------------------------------------------ a disk that fails
-
-
-@contextlib.contextmanager
-def full_after(num_bytes: int) -> Iterator[None]:
-    """Tensor files take so many bytes: then what is written goes to a device that is full."""
-    write = _CheckedFile.write
-
-    def redirected(self: _CheckedFile, data: Any) -> int:
-        if self.num_bytes >= num_bytes:
-            device = os.open("/dev/full", os.O_WRONLY)
-            os.dup2(device, io.FileIO.fileno(self))
-            os.close(device)
-        return write(self, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_CheckedFile, "write", redirected)
-        yield
 
 
 @contextlib.contextmanager
@@ -90,8 +71,7 @@ def begin(config: Any = 3, seed: int = 0) -> zeroshard.Engine:
     return start(config, model=nn.Sequential(*(nn.Linear(100, 100) for _ in range(3))))
 
 
-def loss(engine: nn.Module, number: int) -> torch.Tensor:
-    return engine(torch.randn(4, 100, generator=torch.Generator().manual_seed(number))).square().mean()
+loss = square_loss(100)
 
 
 def fail_to_save(folder: str, faults: list[str], next_call: str | None) -> None:
@@ -191,6 +171,14 @@ TENSORS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 FILES = (*TENSORS, VALUES, files.TENSORS, MANIFEST)
 
 
+TEXTS = {
+    truncate: ": expected ",
+    Path.unlink: ": expected a file, found none",
+    flip: ": expected the checksum",
+}
+"""The text of each kind of damage."""
+
+
 def truncate_name(path: Path) -> None:
     path.write_text(path.read_text()[:2])
 
@@ -219,7 +207,9 @@ def test_a_damaged_checkpoint_is_one_error_that_names_the_file(tmp_path, verify)
             (Path.unlink, f"tag.0/{MANIFEST}"): f"bad/tag.0': expected a checkpoint, found no {MANIFEST}",
             (Path.unlink, LATEST): "bad': expected a checkpoint, found none (there is no file 'latest')",
             (Path.unlink, "tag"): "bad/latest': expected a checkpoint with tag 'tag'",
-        }.get((damage, name), f"bad/{name}")
+        }.get(
+            (damage, name), f"bad/{name}" + (TEXTS.get(damage, "") if MANIFEST not in name else ": expected ")
+        )
         found += [] if expected in text else [f"{damage} {name}: {text}"]
         found += differences(state(engine), before)
     engine.load_checkpoint(good)

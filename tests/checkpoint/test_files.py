@@ -23,6 +23,7 @@ from zeroshard.checkpoint.files import (
     find,
     open_place,
 )
+from zeroshard.codec import DamageError
 
 CALLS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """System calls of a save. A crash before one of them is a crash after the one before it."""
@@ -215,7 +216,7 @@ def test_a_checkpoint_is_found_by_folder_by_tag_and_by_its_own_directory(tmp_pat
 
 def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
     def refused(path, tag=None):
-        with pytest.raises(ValueError, match=r".+") as caught:
+        with pytest.raises((ValueError, DamageError), match=r".+") as caught:
             find(path, tag)
         return str(caught.value)
 
@@ -227,7 +228,9 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
         (tmp_path / LATEST).write_text(text)
         assert f"'{tmp_path / LATEST}'" in refused(tmp_path)
     (tmp_path / "b").write_text("a.0")
-    assert f"'{tmp_path / 'b'}'" in refused(tmp_path, "b")
+    assert refused(tmp_path, "b").startswith(
+        f"{tmp_path / 'b'}: expected content in its format, found no name"
+    )
     (tmp_path / "a").write_text("a.1")
     assert f"'{tmp_path / 'a.1'}'" in refused(tmp_path, "a")
     (tmp_path / "a.0" / MANIFEST).rename(tmp_path / "a.0" / "else")

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.endings import Forks, run  # noqa: F401 (a fixture)
+from zeroshard.checkpoint import save
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.save import _CheckedFile
 from zeroshard.checkpoint.tensors import open_checkpoint
 
 LIMIT_S = 100
@@ -126,8 +126,8 @@ def last_logged(folder: str, name: str) -> int:
 
 def kill_before(trial: Trial, folder: str) -> None:
     """From now on count the calls of this rank, and at the given one let signal 9 end it, or all."""
-    home: Any = _CheckedFile if trial.call == "write" else os
-    call, left = getattr(home, trial.call), trial.count
+    home, name = (save, "find_elements") if trial.call == "write" else (os, trial.call)
+    call, left = getattr(home, name), trial.count
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
@@ -138,7 +138,7 @@ def kill_before(trial: Trial, folder: str) -> None:
         left -= 1
         return call(*args, **kwargs)
 
-    setattr(home, trial.call, counted)
+    setattr(home, name, counted)
 
 
 def check(seed: int, folder: str) -> None:

@@ -2,11 +2,10 @@
 
 import functools
 
-import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import Net, batch, differences, start, state, train
+from tests.checkpoint.runs import Net, batch, differences, refused, saved, start, state, train
 from tests.ranks import on_ranks
 
 # ------------------------------------------------------------------------------------------ going back
@@ -15,9 +14,7 @@ from tests.ranks import on_ranks
 @on_ranks(2)
 def test_an_engine_that_has_gone_on_goes_back_to_the_bit(tmp_path):
     """It went on after it saved, loads that, and goes on again."""
-    engine = start({"stage": 3, "precision": {"param_dtype": "bf16"}})
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path)
+    engine = saved(tmp_path, {"stage": 3, "precision": {"param_dtype": "bf16"}})
     stop, end = state(engine), state(engine, train(engine, [2]))
     engine(batch(0)[:, :-1])  # what this gathered is there when it loads
     engine.load_checkpoint(tmp_path)
@@ -86,36 +83,14 @@ SAVED_OTHERS = {
 }
 
 
-def saved(folder, kind=Net, options=None):
-    torch.manual_seed(0)
-    start(3, model=kind(**options or {})).save_checkpoint(folder)
-
-
-def refusals(folder):
-    """By case, what a load into another model says."""
-    saved(folder / "net")
-    found = {name: refused(folder / "net", kind, options) for name, (kind, options, _) in OTHERS.items()}
-    for name, (kind, options, _) in SAVED_OTHERS.items():
-        saved(folder / name, kind, options)
-        found[name] = refused(folder / name, Net, {})
-    return found
-
-
-def refused(folder, kind, options):
-    """What loading into another model says; the engine is as it was."""
-    torch.manual_seed(1)
-    engine = start(3, model=kind(**options))
-    before = state(engine)
-    with pytest.raises(ValueError, match=str(folder)) as caught:
-        engine.load_checkpoint(folder)
-    assert not differences(state(engine), before)
-    return str(caught.value)
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(ranks, tmp_path):
-    (found,) = ranks(1, refusals, tmp_path)
-    for name, (*_, message) in (OTHERS | SAVED_OTHERS).items():
-        assert message in found[name], name
+@on_ranks(1)
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tmp_path):
+    net = (Net, {})
+    for name, (kind, options, message) in (OTHERS | SAVED_OTHERS).items():
+        (there, made), (here, own) = (net, (kind, options)) if name in OTHERS else ((kind, options), net)
+        saved(tmp_path / name, numbers=(), model=there(**made))
+        said = refused(start(3, model=here(**own)), tmp_path / name)
+        assert f"'{tmp_path / name}/step-0.0': {message}" in said
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -139,9 +114,7 @@ def head_apart(model, rates=(5e-3, 1e-2)):
 
 @on_ranks(2)
 def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
-    engine = start(3, head_apart)
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path)
+    engine = saved(tmp_path, 3, head_apart)
     torch.manual_seed(1)
     other = start(3, functools.partial(head_apart, rates=(1.0, 1.0)), model=HeadFirst())
     names = [e.optimizer.param_groups[0]["params"][0].fqn for e in (engine, other)]

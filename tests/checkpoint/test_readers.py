@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.checkpoint.runs import read_whole, start, state, train, write
+from tests.checkpoint.runs import read_whole, saved, state, write
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.places import Box, file_of
 from zeroshard.checkpoint.save import write_part
@@ -16,10 +16,8 @@ from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpo
 from zeroshard.stores.store import TierMemory
 
 
-def saved(folder, config):
-    engine = start(config)
-    train(engine, range(2))
-    engine.save_checkpoint(folder, "here")
+def saved_here(folder, config):
+    engine = saved(folder, config, tag="here")
     found = state(engine)
     names = {name: name if isinstance(name, str) else f"optimizer/{'/'.join(name)}" for name in found.tensors}
     shapes = {p.fqn: tuple(p.full_shape) for _, p in engine.named_parameters()}
@@ -34,7 +32,7 @@ def saved(folder, config):
 def checkpoint(ranks, tmp_path_factory):
     """The directory of a checkpoint, and all tensors that it must hold in their full shapes."""
     folder = tmp_path_factory.mktemp("saved")
-    want = ranks(2, saved, folder, {"stage": 3})[0]
+    want = ranks(2, saved_here, folder, {"stage": 3})[0]
     return find(folder, "here"), want
 
 
@@ -66,7 +64,10 @@ def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):
     holed = stored.tensors["mix"]
     assert isinstance(holed.parts[0].box, Box)
     stored.tensors["mix"] = replace(holed, boxes=holed.boxes[1:])
-    with TensorReader(stored) as reader, pytest.raises(RuntimeError, match=r"1300 elements of 'mix'.* found"):
+    with (
+        TensorReader(stored) as reader,
+        pytest.raises(RuntimeError, match=r"\d of 1300 elements of .mix"),
+    ):
         reader.read(TensorSlice("mix", (5, 20, 13), 0, torch.empty(1300)))
 
 

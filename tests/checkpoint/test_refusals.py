@@ -10,26 +10,21 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
-from tests.checkpoint.runs import differences, refusal, start, state, token_loss, train
+from tests.checkpoint.runs import differences, refusal, refused, saved, start, state, token_loss, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.save import Saver
 
 
 @on_ranks(2)
 def test_full_parameters_that_are_shown_are_not_taken_for_the_models_own(tmp_path):
-    engine = start({"stage": 3, "checkpoint": {"keep_last": 1}})
-    train(engine, [0])
-    engine.save_checkpoint(tmp_path, "good")
-    before, found = state(engine), []
+    engine = saved(tmp_path, {"stage": 3, "checkpoint": {"keep_last": 1}}, numbers=[0], tag="good")
+    before = state(engine)
     with engine.unsharded():
-        found.append(refusal(lambda: engine.save_checkpoint(tmp_path)))
-        found.append(refusal(lambda: engine.load_checkpoint(tmp_path)))
-        found.append(refusal(lambda: engine.save_pretrained(tmp_path / "out")))
+        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_pretrained):
+            assert "() inside engine.unsharded()" in refusal(lambda call=call: call(tmp_path))
     train(engine, [1])
     engine.load_checkpoint(tmp_path)
-    messages, found = found, differences(state(engine), before)
-    assert all("() inside engine.unsharded()" in message for message in messages)
-    assert found == []
+    return differences(state(engine), before)
 
 
 @on_ranks(2)
@@ -94,17 +89,11 @@ def schedule_of(num_parts):
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 @on_ranks(1)
 def test_a_schedule_of_another_number_of_parts_is_refused_before_anything_changes(tmp_path):
-    engine = start(3, lr_scheduler=schedule_of(3))
-    train(engine, [0])
-    engine.save_checkpoint(tmp_path)
+    saved(tmp_path, numbers=[0], lr_scheduler=schedule_of(3))
     other = start(3, seed=1, lr_scheduler=schedule_of(2))
-    before = state(other)
-    message = refusal(lambda: other.load_checkpoint(tmp_path), ValueError)
-    found = differences(state(other), before)
+    assert "expected LR schedules of the same number of parts, got 3 and 2" in refused(other, tmp_path)
     other.load_checkpoint(tmp_path, restore_hyperparameters=False)
     train(other, range(5))
-    assert "expected LR schedules of the same number of parts, got 3 and 2" in message
-    assert found == []
 
 
 @on_ranks(2)

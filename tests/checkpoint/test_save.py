@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.checkpoint.runs import differences, snapshot_of, start, state, train
+from tests.checkpoint.runs import differences, saved, snapshot_of, start, state, train
 from tests.endings import Forks, run  # noqa: F401 (a fixture)
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
@@ -28,9 +28,7 @@ def contents(folder, tag=None):
 
 
 def several_ways(folder):
-    engine = start(3)
-    train(engine, range(2))
-    engine.save_checkpoint(folder, "a", {"v": 1})
+    engine = saved(folder, tag="a", client_state={"v": 1})
     engine.save_checkpoint(folder, "b", {"v": 1})
     engine.save_checkpoint(folder, "c", {"v": 1}, blocking=False)
     engine.save_checkpoint(folder, "d", {"v": 1}, blocking=False)

@@ -9,14 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.runs import (
-    differences,
-    refusal,
-    start,
-    state,
-    token_loss,
-    train,
-)
+from tests.checkpoint.runs import differences, refusal, saved, start, state, token_loss, train
 from tests.ranks import on_ranks
 
 BEFORE, AFTER = range(3), range(3, 5)
@@ -34,9 +27,7 @@ def overflowing_loss(engine, number):
 @on_ranks(2)
 def test_float16_goes_on_with_its_loss_scale_and_counters(tmp_path):
     precision = {"param_dtype": "fp16"}
-    engine = start({"stage": 3, "precision": precision})
-    train(engine, BEFORE, overflowing_loss)
-    engine.save_checkpoint(tmp_path)
+    engine = saved(tmp_path, {"stage": 3, "precision": precision}, numbers=BEFORE, loss=overflowing_loss)
     stop = state(engine)
     end = state(engine, train(engine, AFTER))
     found = []
@@ -62,9 +53,7 @@ def as_float32(found):
 
 @on_ranks(2)
 def test_main_parameters_and_states_are_loaded_in_the_dtype_of_the_run(tmp_path):
-    engine = start(3)
-    train(engine, BEFORE)
-    engine.save_checkpoint(tmp_path / "single")
+    engine = saved(tmp_path / "single", numbers=BEFORE)
     want = state(engine)
     double = {"stage": 2, "precision": {"param_dtype": "float32", "main_dtype": "float64"}}
     engine = start(double, seed=1)

@@ -28,6 +28,7 @@ def test_estimate_shows_all_stages_side_by_side(capsys):
     answers = [zeroshard.estimate(7e9, 8, {"stage": s, "precision": "bf16"}) for s in range(4)]
     assert table(out)["total at the peak"] == [format_bytes(answer.peak) for answer in answers]
     assert "Activations" in out
+    assert "A step has one micro-batch: with more" in " ".join(out.split())
     assert max(map(len, out.splitlines())) < 80
 
 
@@ -41,6 +42,7 @@ def test_estimate_takes_ranks_bits_and_a_config(tmp_path, capsys):
     sent = format_bytes(zeroshard.estimate(1e9, 8, config).wire_bytes_per_step)
     found = table(shown(capsys, "1e9", "--config", tmp_path / "config.toml"))
     assert found["sent in a step"] == [sent]
+    assert "one micro-batch" not in shown(capsys, "1e9", "--config", tmp_path / "config.toml")
 
 
 def test_estimate_of_a_quantized_model_counts_codes_and_scales(tmp_path, capsys):
@@ -77,24 +79,36 @@ def rows_of_fits(out: str) -> list[str]:
 
 
 def test_the_settings_that_fit_a_device_are_listed_best_first(capsys):
-    out = shown(capsys, "13B", "--precision", "bf16", "--tokens", 8192, "--memory", "80GB", "--host", "1TiB")
-    assert "8 ranks: settings that take at most 90% of 74.51 GiB, best first" in out
-    first, *others = rows_of_fits(out)
+    out = shown(capsys, "13B", "--precision", "bf16", "--tokens", 8192, "--memory", "79GiB", "--host", "1TiB")
+    assert "8 ranks: settings within 90% of 79.00 GiB and of 1.00 TiB of a host, best first" in out
+    assert max(map(len, out.splitlines())) < 80
+    rounded, first, *others = rows_of_fits(out)
+    assert rounded.startswith("stage 3, 8-bit states, bf16 main ")
     assert first.startswith("stage 1, 32-bit states, recompute")
     config = {"stage": 1, "precision": "bf16", "recompute": "unit"}
     assert format_bytes(zeroshard.estimate(13e9, 8, config, num_tokens=8192).peak) in first
     assert any("optimizer=cpu" in row for row in others)
     assert "nvme" not in out, "no disk space was given"
     assert "first without offload, then without recomputation" in " ".join(out.split())
-    assert out.splitlines()[-5].startswith(" and ")
+    assert re.search(r"^ and \d+ more$", out, re.MULTILINE)
+
+
+def test_a_tenth_of_the_host_is_left_and_bf16_main_parameters_take_least(capsys):
+    precision = {"param_dtype": "bf16", "main_dtype": "bf16"}
+    config = {"stage": 3, "precision": precision, "recompute": "unit", "offload": {"optimizer": "cpu"}}
+    found = zeroshard.estimate(13e9, 1, config, optimizer_bits=8, num_tokens=4096)
+    memory, host = (math.ceil(num_bytes / 0.9) for num_bytes in (found.peak, found.host))
+    given = ("13B", "--ranks", 1, "--precision", "bf16", "--tokens", 4096, "--stage", 3, "--memory", memory)
+    (first, *_) = rows_of_fits(shown(capsys, *given, "--host", host))
+    assert first.startswith("stage 3, 8-bit states, bf16 main parameters,")
+    assert "no setting fits" in shown(capsys, *given, "--host", found.host)
 
 
 def test_settings_that_are_given_are_those_of_all_that_fit(capsys):
     given = ("--stage", 3, "--optimizer-bits", 8, "--recompute", "unit")
     asked = ("1B", "--precision", "bf16", "--tokens", 4096, *given)
-    rows = rows_of_fits(shown(capsys, *asked, "--memory", "80GB", "--host", "1TiB"))
-    assert rows
-    assert all(row.startswith("stage 3, 8-bit states, recompute") for row in rows)
+    out = shown(capsys, *asked, "--memory", "80GB")
+    assert len(rows_of_fits(out)) == out.count("stage 3, 8-bit states,") == out.count("recompute") == 2
     least = shown(capsys, *asked, "--memory", "1MiB").partition("the least is")[2]
     assert "stage 3, 8-bit states" in least
 
@@ -102,7 +116,7 @@ def test_settings_that_are_given_are_those_of_all_that_fit(capsys):
 def test_the_least_setting_is_told_where_none_fits(capsys):
     out = shown(capsys, "70B", "--precision", "bf16", "--tokens", 4096, "--memory", "24GiB", "--ranks", 4)
     assert "4 ranks: no setting fits into 90% of 24.00 GiB; the least is" in out
-    assert "stage 3, 8-bit states, recompute" in out
+    assert "stage 3, 8-bit states, bf16 main parameters, recompute" in out
 
 
 def test_the_length_of_samples_and_recomputation_are_counted(capsys):
@@ -142,7 +156,7 @@ def test_a_budget_costs_time(capsys):
 def test_a_budget_that_is_no_size_or_too_small_is_refused(capsys):
     given = ("7B", "--precision", "bf16", "--tokens", 8192, "--recompute", "auto", "--memory-budget")
     code, said = failure(capsys, "estimate", *given, "0.5")
-    assert (code, "expected bytes such as 60GB, got '0.5'" in said) == (2, True)
+    assert (code, "expected None or a size such as '60GB', bytes, or a share" in said) == (2, True)
     code, said = failure(capsys, "estimate", *given, "1GB", "--stage", 3)
     config = {"precision": "bf16", "recompute": "unit"}
     least = f"{math.ceil(zeroshard.estimate(7e9, 8, config, num_tokens=8192).peak / (1 << 20))}MiB"

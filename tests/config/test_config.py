@@ -10,17 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.training import refused
 from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Pipeline, Precision
 from zeroshard.parallel.pipeline.actions import parse_schedule
 
 SECTIONS = {kind.__name__.lower(): kind for kind in (Precision, Offload, Checkpoint, Loader, Mesh, Pipeline)}
-
-
-def refusal(function, *args, **kwargs):
-    """The message of the ValueError that a call ends in; anything else fails the test."""
-    with pytest.raises(ValueError, match=r"\w") as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
 
 
 class Block(nn.Module):
@@ -117,8 +111,8 @@ def nested(key, value):
 def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(key, values):
     section, _, name = key.rpartition(".")
     for value in values:
-        by_constructor = refusal(SECTIONS.get(section, Config), **{name: value})
-        by_dict = refusal(Config.from_dict, nested(key, value))
+        by_constructor = refused(SECTIONS.get(section, Config), **{name: value})
+        by_dict = refused(Config.from_dict, nested(key, value))
         assert by_constructor == by_dict
         assert by_dict.startswith(f"config key '{key}': expected ")
         got = "None" if value is None else f"({type(value).__name__})"
@@ -130,10 +124,10 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(k
 def test_a_loss_scale_is_a_number_or_dynamic_and_needs_float16():
     assert Precision(param_dtype="fp16", loss_scale="Dynamic").loss_scale == "dynamic"
     assert Precision(param_dtype="fp16", loss_scale=1024).loss_scale == 1024.0
-    assert refusal(Precision, loss_scale="dynamic", param_dtype="bf16") == (
+    assert refused(Precision, loss_scale="dynamic", param_dtype="bf16") == (
         "precision.loss_scale='dynamic' needs precision.param_dtype to be float16, got bfloat16"
     )
-    assert "precision.param_dtype to be float16, got None" in refusal(Precision, loss_scale=8)
+    assert "precision.param_dtype to be float16, got None" in refused(Precision, loss_scale=8)
 
 
 def test_a_predicate_is_kept_but_cannot_be_written_down():
@@ -142,7 +136,7 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
 
     config = Config(units=is_block)
     assert config.units is is_block
-    message = refusal(config.to_dict)
+    message = refused(config.to_dict)
     assert message.startswith("config key 'units': expected class names to write down, got <function")
 
 
@@ -150,7 +144,7 @@ def test_a_predicate_is_kept_but_cannot_be_written_down():
 
 
 def test_a_misspelt_key_is_refused_with_the_closest_one():
-    message = refusal(Config.from_dict, {"precison": {"param_dtype": "bf16"}})
+    message = refused(Config.from_dict, {"precison": {"param_dtype": "bf16"}})
     assert message.startswith("unknown config key 'precison'; did you mean 'precision'? Known keys: stage, ")
     for known in dataclasses.fields(Config):
         assert known.name in message
@@ -160,7 +154,7 @@ def test_a_misspelt_key_is_refused_with_the_closest_one():
         ("grad_accumulation_steps", "gradient_accumulation_steps"),
         ("param_dtype", "precision.param_dtype"),
     ):
-        assert f"unknown config key '{key}'; did you mean '{meant}'?" in refusal(Config.from_dict, {key: 1})
+        assert f"unknown config key '{key}'; did you mean '{meant}'?" in refused(Config.from_dict, {key: 1})
 
 
 def test_a_dtype_alone_is_a_precision_that_computes_in_it():
@@ -224,7 +218,7 @@ def test_what_is_wrong_in_a_file_is_told_with_the_name_of_the_file(tmp_path):
         ("c.toml", "stage = 0\nshard_group_size = 2\n", "needs stage to be >= 1"),
     ):
         file = write(tmp_path, name, text)
-        message = refusal(Config.from_file, file)
+        message = refused(Config.from_file, file)
         assert message.startswith(f"config file '{file}': ")
         assert reason in message
 
@@ -235,7 +229,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
             Config.from_file(path)
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert f"config file '{binary}': " in refusal(Config.from_file, binary)
+    assert f"config file '{binary}': " in refused(Config.from_file, binary)
 
 
 def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):
@@ -244,4 +238,4 @@ def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):
     assert Config.parse(None) == Config()
     assert Config.parse(config) is config
     assert Config.parse({"stage": 2}) == Config.parse(file) == Config.parse(str(file)) == config
-    assert refusal(Config.parse, 3) == "expected a mapping of config keys, got 3 (int)"
+    assert refused(Config.parse, 3) == "expected a mapping of config keys, got 3 (int)"

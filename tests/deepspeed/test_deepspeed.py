@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,10 +125,18 @@ def test_a_global_batch_that_is_divided_without_torchrun_is_told():
 def test_what_has_no_effect_is_listed_in_one_warning():
     zero = {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 1e9}
     more = {"zero_optimization": zero, "steps_per_print": 10, "wandb": {"enabled": True}}
+    scale = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
+    more["bf16"] = {"enabled": True, **scale, "initial_scale_power": 15}  # of DeepSpeed's example for CIFAR
     config, note = warned(QUIET | more)
-    assert config == Config(stage=3)
+    assert config == replace(BF16, stage=3)
     for key in ("zero_optimization.overlap_comm", "zero_optimization.stage3_max_live", "steps_per", "wandb"):
         assert key in note
+    assert all(f"bf16.{key}" in note for key in scale)
+
+
+def test_one_rank_of_torchrun_warns(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert read({"steps_per_print": 10}) == Config(stage=0)
 
 
 def test_sections_of_objects_are_not_read_and_the_warning_says_what_to_give():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import SOME_STAGES, caught, numbers, square_loss
+from tests.distributed.training import SOME_STAGES, caught, numbers, square_loss, take_steps
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
@@ -48,12 +48,6 @@ def start(model, **options):
     return zeroshard.initialize(model, sgd(model.parameters()), {"watchdog_s": 20, **options})
 
 
-def train(engine, first=0, steps=2):
-    for number in range(first, first + steps):
-        engine.backward(square_loss(engine, number))
-        engine.step()
-
-
 # --------------------------------------------------------------------------------- the model is plain again
 
 
@@ -82,7 +76,7 @@ def test_a_closed_engine_gives_the_model_back_whole_and_plain(options):
     objects, before = dict(model.named_parameters(remove_duplicate=False)), traces(model)
     engine = start(model, **options).engine
     engine.register_forward_method("encode")
-    train(engine)
+    take_steps(engine, range(2))
     with torch.no_grad():
         encoded = [each.encode(numbers(0, 5, 7).to(dtype)) for each in (engine, model)]
     assert torch.equal(*encoded)
@@ -119,7 +113,7 @@ def test_close_gives_back_the_memory_of_shards():
         engine, optimizer, *_ = start(model, stage=2)
         slices = list(engine.parameters())
         storage = weakref.ref(engine._runtime.buffers[0])
-        train(engine)
+        take_steps(engine, range(2))
         engine.close(restore)
         gc.collect()
         assert storage() is None
@@ -135,7 +129,7 @@ def test_close_gives_back_the_memory_of_shards():
 def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
     model = Net()
     engine, optimizer, *_ = start(model, stage=3)
-    train(engine)
+    take_steps(engine, range(2))
     weight, loss = next(engine.parameters()), square_loss(engine, 5)
     engine.close(restore)
     engine.close()
@@ -180,7 +174,7 @@ def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
 def test_close_does_not_write_over_a_parameter_that_was_replaced():
     model = Net()
     engine = start(model, stage=3).engine
-    train(engine)
+    take_steps(engine, range(2))
     if dist.get_rank() == 1:
         model.frozen.weight = nn.Parameter(torch.ones(7, 7))
     text = caught(engine.close)
@@ -198,7 +192,7 @@ def test_close_at_the_wrong_time_is_refused_and_changes_nothing():
     model.norm.register_forward_hook(lambda *_: engine.close())
     forward = caught(engine, numbers(0, 5, 7))
     model.norm._forward_hooks.clear()
-    train(engine)
+    take_steps(engine, range(2))
     engine.close()
     assert "inside engine.unsharded()" in inside
     assert "not inside a forward" in forward

@@ -5,22 +5,16 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import finish, square_loss, unequal
+from tests.distributed.training import finish, seeded, square_loss, take_steps, unequal
 from tests.ranks import on_ranks
 
 
 def start(stage):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3))
+    model = seeded(lambda: nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3)))
     groups = [{"params": layer.parameters()} for layer in model]
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return zeroshard.initialize(model, optimizer, {"stage": stage}, lr_scheduler=schedule).engine
-
-
-def train(engine, number):
-    engine.backward(square_loss(engine, number))
-    engine.step()
 
 
 def interrupt(*_):
@@ -52,14 +46,14 @@ def interrupted(engine, where):
         else:
             patch.setattr(optimizer, "_init_group", between_groups)
         with pytest.raises(KeyboardInterrupt):
-            optimizer.step(closure) if where == "closure" else train(engine, 9)
+            optimizer.step(closure) if where == "closure" else take_steps(engine, [9])
 
 
 def saved_after(where, folder):
     """What differs from a run that was not interrupted, after the checkpoint was loaded; or the error."""
     engine, want, again = start(3), start(3), start(3)
     for each in (engine, want):
-        train(each, 0)
+        take_steps(each, [0])
     engine.save_checkpoint(folder, "before")
     interrupted(engine, where)
     message = ""
@@ -71,7 +65,7 @@ def saved_after(where, folder):
         engine.save_checkpoint(folder, "loaded")
     again.load_checkpoint(folder, "loaded" if message else "after")
     for each in (want, again):
-        train(each, 1)
+        take_steps(each, [1])
     assert again.lr_scheduler.last_epoch == want.lr_scheduler.last_epoch == 2
     assert not list(unequal(where, finish(again, []).parameters, finish(want, []).parameters))
     return message
@@ -93,6 +87,6 @@ def test_after_ctrl_c_inside_a_step_nothing_is_saved(tmp_path):
     engine = start(2)  # after a whole step a checkpoint can be saved again
     interrupted(engine, "step")
     engine.zero_grad()
-    train(engine, 0)
+    take_steps(engine, [0])
     engine.save_checkpoint(tmp_path, "next")
     assert engine.global_step == 1

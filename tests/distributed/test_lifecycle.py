@@ -12,16 +12,9 @@ import psutil
 import torch.distributed as dist
 
 from tests.distributed.models import tiny
-from tests.distributed.training import differences, finish, square_loss, start
+from tests.distributed.training import differences, finish, square_loss, start, take_steps
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
-
-
-def train(engine, steps=1):
-    for number in range(steps):
-        engine.backward(square_loss(engine, number))
-        engine.step()
-
 
 # ---------------------------------------------------------------------------------- nothing is left of them
 
@@ -37,7 +30,7 @@ def once(number, folder, closes):
     kind = number % 6
     group = {"shard_group_size": 1} if kind == 4 else {}
     engine, _ = start(tiny(), stage=3 if group else kind % 4, **group)
-    train(engine)
+    take_steps(engine, [0])
     if kind == 5:
         engine.save_checkpoint(folder, "last", blocking=False)
     if closes:
@@ -83,7 +76,7 @@ def test_live_engines_over_the_same_and_overlapping_groups_do_not_disturb_each_o
             for _ in range(2)
         )
         for engine in alone:
-            train(engine, steps=2)
+            take_steps(engine, range(2))
         for number in range(2):
             losses = [square_loss(engine, number) for engine in together]
             for engine, loss in reversed(list(zip(together, losses, strict=True))):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,8 +27,8 @@ ALL_STAGES = (0, 1, 2, 3)
 """For tests whose subject is the stages: parity, bytes at rest and on the wire."""
 STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (1, 3)
 """For the others: all with `--all`, and otherwise two that shard as much and as little as sharding can."""
-SOME_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
-"""For tests of what users do around steps: all with `--all`, and otherwise the one that shards most."""
+SOME_STAGES = (1, 3) if os.environ.get("ALL_STAGES") else (3,)
+"""For tests of what users do around steps: the one that shards most; with `--all` another one, too."""
 
 Loss = Callable[[nn.Module, int], Tensor]
 """(model or engine, number of the step) -> this rank's loss."""
@@ -53,6 +54,12 @@ def build(kind: str, **sizes: int) -> nn.Module:
         if isinstance(module, nn.Embedding):  # as language models do; logits of a tied head stay small
             nn.init.normal_(module.weight, std=0.02)
     return model
+
+
+def seeded(make: Callable[..., Any], *arguments: Any, seed: int = 0, **options: Any) -> Any:
+    """What a function makes with the random numbers of a seed, a model say: the same on every rank."""
+    torch.manual_seed(seed)
+    return make(*arguments, **options)
 
 
 def small_gpt() -> nn.Module:
@@ -103,6 +110,11 @@ def square_loss(model: nn.Module, step: int) -> Tensor:
     return model(numbers(step, 5, 7)).square().mean()
 
 
+def own_loss(model: nn.Module, step: int) -> Tensor:
+    """For models that are called with the number of a step."""
+    return model(step)
+
+
 def replicate(model: nn.Module, *, find_unused: bool = False) -> nn.Module:
     """What zeroshard must do the same as: a copy in DDP; on one rank, the plain copy."""
     model = copy.deepcopy(model)
@@ -140,6 +152,23 @@ def step(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> flo
     optimizer.step()
     optimizer.zero_grad()
     return value.item()
+
+
+def take_steps(engine: Engine, numbers: Iterable[int], loss: Loss = square_loss) -> list[float]:
+    """A backward and a step() of the engine for each number; returns the losses."""
+    losses = []
+    for number in numbers:
+        value = loss(engine, number)
+        engine.backward(value)
+        engine.step()
+        losses.append(value.item())
+    return losses
+
+
+def flat_values(engine: Engine) -> list[Tensor]:
+    """The whole parameters, each with one dimension."""
+    with engine.unsharded():
+        return [parameter.detach().reshape(-1).clone() for parameter in engine.parameters()]
 
 
 @dataclass
@@ -310,6 +339,11 @@ def _distance(got: Tensor, want: Tensor) -> float:
     return (difference / want.double().norm()).item() if difference else 0.0
 
 
+def farthest(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
+    """The largest difference of two elements."""
+    return max((a - b).abs().max().item() for a, b in zip(got, want, strict=True))
+
+
 def padded_size(engine: Engine) -> int:
     """P of the formulas: elements of all units, padding included."""
     return sum(unit.numel for unit in engine.units)
@@ -425,6 +459,13 @@ def lora(dtype=torch.float32, *, checkpoints=False, **options):
     model = peft.get_peft_model(base, config)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     return model.train()
+
+
+def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The message of the ValueError or RuntimeError that a call must raise."""
+    with pytest.raises((ValueError, RuntimeError), match=r"\w") as raised:
+        call(*args, **kwargs)
+    return str(raised.value)
 
 
 def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -84,10 +84,9 @@ def test_two_pipeline_ranks_train_and_another_layout_goes_on(ranks, cache, tmp_p
     assert re.search(r"^ chunk 1 +1 +model\.layers\.\d", printed, re.MULTILINE)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("options", [[], ["--pp", "4", "--tp", "1", "--schedule", "zb-h1", "--stage", "1"]])
-def test_one_command_starts_8_ranks(tmp_path, options):
-    check(start("train_3d", tmp_path, "--output", tmp_path, *SMALL, *options), tmp_path, 8)
+@pytest.mark.long(seconds=30)
+def test_one_command_starts_all_ranks(tmp_path):
+    check(start("train_3d", tmp_path, "--output", tmp_path, "--dp", "1", *SMALL), tmp_path, 4)
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(cache, tmp_path, capsys):
@@ -176,14 +175,14 @@ def test_bits_of_an_input_are_kept_and_its_gradient_is_a_level(few_bit, bits):
 @pytest.mark.long
 def test_a_model_with_few_bits_learns_at_each_stage(ranks, cache):
     found = []
-    for stage in range(4):
+    for stage in (0, 3):
         options = ("--steps", "31", "--bits", "2", "--stage", str(stage))
         found.append(numbers(ranks(2, run, "few_bit", cache, *options, process_group=False)[0]))
     assert all(losses == found[0] for losses in found)
     assert found[0][-1] < found[0][0] - 0.5
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=60)
 def test_ray_trains_on_two_workers_and_starts_them_again_after_one_has_died(tmp_path):
     pytest.importorskip("ray.train.torch")
     options = ("--storage", tmp_path / "runs", "--steps", "21", "--fail-at", "15")

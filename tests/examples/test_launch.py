@@ -161,7 +161,7 @@ def losses(printed):
     return dict(re.findall(r"^step (\d+)/\d+: loss ([\d.]+)", printed, re.MULTILINE))
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=90)
 def test_a_run_of_two_hosts_goes_on_to_the_same_losses_when_one_is_cut_off_and_back(tmp_path):
     whole = hosts(tmp_path / "whole", "--steps", "20")
     assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr[-3000:]

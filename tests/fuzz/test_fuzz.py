@@ -68,7 +68,7 @@ def test_random_models_train_as_plain_pytorch_over_pipeline_ranks(ranks, seeds):
 @pytest.mark.long
 def test_random_models_train_as_plain_pytorch_over_pipeline_and_data_parallel_ranks(ranks):
     own = [seed for seed in range(60) if pipeline.num_ranks_of(seed) == 4]
-    assert not failures(ranks(4, run_cases, own, pipeline.run_case, timeout=200))
+    assert not failures(ranks(4, quickly, own, pipeline.run_case, timeout=200))
 
 
 def test_a_seed_of_pipelines_makes_the_same_case_again():

@@ -17,6 +17,7 @@ from tests.distributed.training import SOME_STAGES, plain, replicate, start, ste
 from tests.ranks import on_ranks
 from zeroshard import Config
 from zeroshard.assemble import shard_over
+from zeroshard.codec import DamageError
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
@@ -89,7 +90,7 @@ def test_missing_weights_are_initialized_and_reported_as_unexpected_ones_are(tmp
 
 
 def refusal(path, cls=AutoModelForCausalLM, word="expect", **options) -> str:
-    with pytest.raises(ValueError, match=word) as caught:
+    with pytest.raises((ValueError, DamageError), match=word) as caught:
         zeroshard.from_pretrained(cls, path, **options)
     return str(caught.value)
 
@@ -107,9 +108,9 @@ def test_what_is_no_safetensors_checkpoint_of_the_model_is_refused(tmp_path):
     assert said == f"'{tmp_path}': parameter 'lm_head.weight' {expected}"
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    assert "damaged or shortened" in refusal(tmp_path)
+    assert f"{file}: expected {file.stat().st_size + 4} bytes, found" in refusal(tmp_path)
     file.write_bytes(b"\xff" * 20)
-    assert "expected a JSON object of safetensors" in refusal(tmp_path)
+    assert f"{file}: expected {8 + (1 << 64) - 1} bytes, found 20" in refusal(tmp_path)
 
 
 def write_tensors(file: Path, header: object) -> None:
@@ -152,13 +153,12 @@ def test_a_crafted_index_is_one_error_that_names_it_and_reaches_no_other_folder(
         index.write_bytes(text)
         assert f"{index}: " in refusal(folder)
     index.write_text(json.dumps({"weight_map": {"a": "missing"}}))
-    assert f"{folder / 'missing'}: " in refusal(folder, word="expect|can't be read")
+    assert f"{folder / 'missing'}: " in refusal(folder, word="expected a file, found none")
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.long_where(stage=[0, 1])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(1, 2, 4)
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 3), (4, 1)])
+@on_ranks()
 def test_training_goes_on_as_in_plain_pytorch(tmp_path, num_ranks, stage):
     if dist.get_rank() == 0:
         save(tmp_path, llama())

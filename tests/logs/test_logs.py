@@ -253,7 +253,7 @@ def test_a_log_that_reads_a_loss_of_nan_tells_of_it_once() -> None:
 
 
 RUN = RunFacts({"lr": 0.1, "zeroshard.stage": 3, "zeroshard.mesh.tp": 2}, first_step=0, num_steps=20)
-VALUES = {"seconds": 1.5, "loss": 2.25, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_s": 12345.0}
+VALUES = {"seconds": 15.0, "loss": 2.25, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_s": 12345.0}
 VALUES |= {"memory_bytes": 3 << 30, "skipped_steps": 0, "loss_scale": 1.0}
 
 
@@ -270,7 +270,7 @@ def test_the_terminal_has_a_line_for_each_report(capsys: pytest.CaptureFixture[s
     write(terminal)
     terminal.log(21, {**VALUES, "skipped_steps": 2, "loss": float("nan"), "loss_scale": 1024.0})
     assert capsys.readouterr().out.splitlines() == [
-        "step 10/20  loss 2.2500  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB",
+        "step 10/20  loss 2.2500  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB  0:00:15 left",
         "step 10/20  held_out 3.5",
         "step 20/20  loss 1.7500  lr 3.00e-04  12,345 tokens/s  3.00 GiB",
         "step 21/20  loss nan  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB  2 skipped  scale 1024",

@@ -6,7 +6,7 @@ The gradients are multiples of 1/64, so their mean over two or four ranks is exa
 import pytest
 
 import zeroshard
-from tests.distributed.training import STAGES, numbers
+from tests.distributed.training import STAGES, numbers, own_loss, take_steps
 from tests.optim.matrices import build, unequal
 from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
@@ -30,9 +30,7 @@ def start(config, **more):
 def run(stage, want=None):
     """The parameters of bfloat16 after all steps, or those that differ; the fuzz has other precisions."""
     engine = start({"stage": stage, "precision": {"main_dtype": "bf16", "param_dtype": "bf16"}})
-    for step in range(NUM_STEPS):
-        engine.backward(engine(step))
-        engine.step()
+    take_steps(engine, range(NUM_STEPS), own_loss)
     state = engine.full_state_dict()
     engine.close(restore=False)
     return state if want is None else unequal(state, want)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import numbers
+from tests.distributed.training import farthest, flat_values, numbers, take_steps
 from tests.ranks import Ranks, on_ranks
 from zeroshard.optim import OneBitAdam
 
@@ -81,15 +81,8 @@ def start(**config):
 
 
 def train(engine, steps):
-    for step in steps:
-        engine.backward(loss_of(engine, step))
-        engine.step()
-    with engine.unsharded():
-        return [p.detach().flatten().clone() for p in engine.parameters()]
-
-
-def error(one, other):
-    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+    take_steps(engine, steps, loss_of)
+    return flat_values(engine)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -97,7 +90,7 @@ def error(one, other):
 @pytest.mark.filterwarnings("ignore:OneBitAdam")
 def test_steps_are_those_of_a_simulation_of_all_workers(num_ranks):
     engine = start()
-    assert error(train(engine, range(NUM_STEPS)), simulate(num_ranks)) < 1e-12
+    assert farthest(train(engine, range(NUM_STEPS)), simulate(num_ranks)) < 1e-12
     assert engine.optimizer.is_frozen
 
 
@@ -174,7 +167,7 @@ def save_and_resume(folder):
         want = train(engine, range(step, NUM_STEPS))
         engine = start()
         engine.load_checkpoint(folder, f"{step}")
-        found.append(error(train(engine, range(step, NUM_STEPS)), want))
+        found.append(farthest(train(engine, range(step, NUM_STEPS)), want))
     return found
 
 

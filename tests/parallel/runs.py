@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,8 +66,7 @@ def build(seed):
     return Model().double()
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
+adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def loss_of(model, number, own=slice(None)):

@@ -1,5 +1,7 @@
 """Dropout over tensor ranks: one mask for whole values, other masks for parts, the same in a second run."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,8 +85,7 @@ def loss_of(model, number, own=slice(None)):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def trained(config, steps, plan=PLAN):

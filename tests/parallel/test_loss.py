@@ -30,8 +30,7 @@ def sharded(model, config, plan=None):
     return initialize(model, sgd, config, plan)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def batches():

@@ -16,12 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zeroshard
 from tests.distributed.models import Stemmed, tiny
-from tests.distributed.training import OPTIMIZERS, SOME_STAGES, square_loss, train_sharded
+from tests.distributed.training import SOME_STAGES, square_loss, start, take_steps, train_sharded
 from tests.ranks import on_ranks
-
-
-def start(stage, **config):
-    return zeroshard.initialize(tiny(), OPTIMIZERS["AdamW"], {"stage": stage, **config}).engine
 
 
 @on_ranks(2)
@@ -50,7 +46,7 @@ def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
         "fully_shard of a part": lambda engine: fully_shard(engine.module.blocks[0][0]),
     }
     for stage in SOME_STAGES:
-        engine = start(stage)
+        engine, _ = start(tiny(), stage=stage)
         for name, attempt in attempts.items():
             with pytest.raises(RuntimeError, match=re.escape(remedies[name.split()[0]])):
                 attempt(engine)
@@ -66,7 +62,7 @@ def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
 def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
     """By stage, the texts of warnings when slices, whole parameters and a copy are saved."""
     for stage in SOME_STAGES:
-        engine = start(stage)
+        engine, _ = start(tiny(), stage=stage)
         texts = []
         for source in (engine, engine.module, engine.module.blocks[0]):
             with warnings.catch_warnings(record=True) as caught:
@@ -95,13 +91,9 @@ def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
 @on_ranks(2, timeout=120.0)
 def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(wrap):
     want = train_sharded(tiny(), "AdamW", 2, square_loss, stage=3).losses
-    engine, losses = start(3), []
+    engine, _ = start(tiny(), stage=3)
     wrapped = wrap(engine, backend="eager") if wrap is torch.compile else wrap(engine)
-    for number in range(2):
-        value = square_loss(wrapped, number)
-        engine.backward(value)
-        engine.step()
-        losses.append(value.item())
+    losses = take_steps(engine, range(2), lambda _, number: square_loss(wrapped, number))
     torch._dynamo.reset()
     assert losses == want
 

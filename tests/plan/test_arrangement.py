@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 
+from tests.distributed.training import refused
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import TP
 
@@ -65,22 +65,16 @@ def test_tensor_data_and_pipeline_groups_of_every_small_mesh_are_those_of_megatr
         assert (a.groups(TP), a.groups(*DATA), a.groups(PP)) == (tensor, data, pipeline), a
 
 
-def refusal(function, *args):
-    with pytest.raises(ValueError, match=r"\w") as caught:
-        function(*args)
-    return str(caught.value)
-
-
 def test_sizes_that_do_not_divide_the_ranks_are_refused_and_all_others_are_not():
     for num_ranks, pp, tp, group_size in itertools.product(range(1, 17), (1, 2, 3, 8), (1, 2, 5), range(18)):
         divisor = pp * tp * (group_size or 1)
         if num_ranks % divisor:
             asked = {"mesh.pp": pp, "mesh.tp": tp, "shard_group_size": group_size}
             keys = ", ".join(f"{key}={number}" for key, number in asked.items() if number > 1)
-            assert refusal(Arrangement, num_ranks, pp, tp, group_size or None) == (
+            assert refused(Arrangement, num_ranks, pp, tp, group_size or None) == (
                 f"{num_ranks} rank(s) cannot be arranged with {keys}: expected a multiple of {divisor}"
             )
         else:
             sizes = Arrangement(num_ranks, pp, tp, group_size or None).sizes
             assert sizes.dp_shard == (group_size or num_ranks // (pp * tp))
-    assert refusal(Arrangement, 0) == "num_ranks: expected at least 1 rank, got 0"
+    assert refused(Arrangement, 0) == "num_ranks: expected at least 1 rank, got 0"

@@ -214,7 +214,7 @@ def _no_wait_until_stepped_values_rest(bench: Bench, patch: pytest.MonkeyPatch) 
     patch.setattr(Piece, "join", lambda piece: "")
 
 
-@_must_show(Kind.REUSE, scenarios=("parameters_on_host_frozen_for_a_step_2",))
+@_must_show(Kind.REUSE, scenarios=("parameters_on_host_frozen_for_a_step",))
 def _parameters_are_freed_while_they_are_read(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step reads main parameters where they are gathered, and the unit is freed before that copy."""
     lend = Unit.lend

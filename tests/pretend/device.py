@@ -23,7 +23,7 @@ import torch
 from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.checkpoint.tensors import TensorReader
+from zeroshard.checkpoint import tensors
 from zeroshard.comm import collectives, mesh, messages, moves, streams
 from zeroshard.optim import onebit
 from zeroshard.parallel.tensor.sequence import Activations
@@ -99,7 +99,7 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
         patch.setattr(torch, name, _making(getattr(torch, name), trace, is_on_host=True))
     patch.setattr(files, "map_ranges", mapped)
     patch.setattr(rounding, "round_in_chunks", rounded)
-    patch.setattr(TensorReader, "_read_run", _touching(TensorReader._read_run, trace))
+    patch.setattr(tensors, "fill", _touching(tensors.fill, trace))
     _install_transfers(patch, trace)
 
 

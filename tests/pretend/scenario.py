@@ -83,11 +83,15 @@ class Bench:
         logits = out["logits"] if isinstance(out, dict) else out
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
-    def train(self, steps: int, first: int = 0) -> None:
-        """Micro-batches of a language model, a step after each."""
+    def train(self, steps: int, first: int = 0) -> list[Tensor]:
+        """Micro-batches of a language model, a step after each; returns their losses."""
+        losses = []
         for number in range(first, first + steps):
-            self.engine.backward(self.loss(number))
+            loss = self.loss(number)
+            self.engine.backward(loss)
             self.engine.step()
+            losses.append(loss.detach())
+        return losses
 
     def evaluate(self, number: int = 50) -> None:
         self.engine.eval()

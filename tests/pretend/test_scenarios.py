@@ -10,7 +10,7 @@ QUICK = {
     *("stage2", "stage3", "stage3_frozen", "hybrid", "one_rank"),
     *("edits_after_step_stage3", "exceptions_stage3", "branches_stage3"),
     *("offloaded_stage3", "ema_dropped", "muon_stage3", "tensor_stage3"),
-    *("pipeline_stage3", "host_plain_loop_1"),
+    *("pipeline_stage3", "host_plain_loop"),
     *("parameters_on_host_in_pieces", "files_stage3_clip"),
     *("host_batches_1", "host_stepped_in_backward", "host_lamb_alone"),
     *("host_gradients_are_held", "main_read_where_gathered", "host_one_unit", "hook_stage1", "outer_step"),

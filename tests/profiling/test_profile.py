@@ -2,7 +2,7 @@
 
 import json
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -153,7 +153,7 @@ def test_a_step_that_fails_is_not_counted_and_the_profile_is_filled(how):
     assert profile.phases["forward"] > 0
     with zeroshard.profile(engine) as later:
         train(engine, range(4, 6))
-        with pytest.raises(RuntimeError, match="another profile of this engine is under way"):
+        with pytest.raises(RuntimeError, match="another profile is under way"):
             zeroshard.profile(engine).__enter__()
     assert later.num_steps == 2
 
@@ -200,6 +200,33 @@ def test_the_table_has_units_and_kinds():
     with zeroshard.profile(engine) as empty:
         pass
     assert empty.num_steps == 0
+
+
+@on_ranks(2)
+def test_a_subscriber_gets_phases_one_after_another_and_the_rest_inside():
+    engine, _ = start(tiny(), "AdamW")
+    train(engine, range(1))
+    before, begun, is_open, steps = traces(engine), [], [], []
+
+    @contextmanager
+    def around(work):
+        begun.append(work)
+        is_open.append(work)
+        yield
+        assert is_open.pop() == work
+        if work.startswith(("forward", "backward", "step", "other")):
+            assert not is_open
+
+    with engine.subscribe(around, lambda: steps.append(engine.global_step)):
+        train(engine, range(1, 3))
+    assert traces(engine) == before
+    assert steps == [1, 2]  # before the engine counts it
+    phases = [work for work in begun if work.startswith(("forward", "step", "other"))]
+    block = [f"forward of unit 'blocks.{number}'" for number in (0, 1)]
+    assert [work for work in phases if work in {*block, "step"}] == [*block, "step"] * 2
+    assert phases[0] == phases[-1] == "other"
+    assert {"gather of unit 'blocks.1'", "reduce of unit 'blocks.0'", "free of unit 'blocks.1'"} <= {*begun}
+    assert any(work.startswith("wait of reduce-scatter") for work in begun)
 
 
 @on_ranks(2)

@@ -130,7 +130,8 @@ def test_gradients_are_averaged_and_what_no_rank_used_stays_without():
             gradients.pack(0, torch.full((30, 20), scale))
         gradients.start_reduce()
         states.append(gradients.state.value)
-        gradients.complete()
+        while gradients.progress():
+            pass
         states.append(gradients.state.value)
         gradients.deliver(axis.any(gradients.used, "test")())
         assert [*states, gradients.state.value] == ["packing", "reducing", "reduced", "empty"]

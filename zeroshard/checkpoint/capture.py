@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zeroshard.agreement import require_equal, require_same
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_tag
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
+from zeroshard.checkpoint.manifest import NUM_PARTS, Manifest, ParameterRecord, SavedScale, describe_model
 from zeroshard.checkpoint.optimizers import join_schedules, read_optimizer
 from zeroshard.checkpoint.save import Snapshot, write
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
@@ -63,10 +63,6 @@ def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, Kept]
         for buffer in buffers
         if buffer in own.buffers
     }
-
-
-NUM_PARTS = "num_parts"
-"""The key of a manifest's `written_by` for the number of pipeline ranks, if there were several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +194,10 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     if hook is not None and hook.lets_go_apart:
         _require_replicas(axis, slices(runtime, names, states))
     written = list(slices(runtime, names, states, written=True))
-    if hook is not None and parts.optimizer is not None:
-        written += [TensorSlice(n, tuple(t.shape), 0, t.reshape(-1)) for n, t in hook.to_files()[1].items()]
+    whole = {} if hook is None or parts.optimizer is None else hook.to_files()[1]
     if axes.everyone.rank == 0:
-        buffers |= averaged_buffers(buffers, parts.averages)
-        written += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
+        whole = {**whole, **buffers, **averaged_buffers(buffers, parts.averages)}
+    written += [TensorSlice(name, tuple(t.shape), 0, t.reshape(-1)) for name, t in whole.items()]
     files = to_files(vars(values)) if axis.rank == 0 else {}
     return Snapshot(
         folder=reading.folder,

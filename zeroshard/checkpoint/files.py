@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroshard.codec import Damage
+
 LATEST, MANIFEST = "latest", "zeroshard.json"
 VALUES, TENSORS = "values.json", "values.safetensors"
 _TAKEN = (LATEST, MANIFEST, VALUES, TENSORS, "values.pt")
@@ -99,9 +101,9 @@ class CheckpointPlace:
         return self.folder / f".{self.tag}.{self.generation}.tmp"
 
 
-def check_free(folder: Path, tag: str) -> None:
-    """Raise ValueError if the name of a tag is a directory."""
-    if (folder / tag).is_dir():
+def make_free(folder: Path, tag: str) -> None:
+    """As `make_folder`; raise ValueError if the name of a tag is a directory in the folder."""
+    if (make_folder(folder) / tag).is_dir():
         raise ValueError(f"tag: '{folder / tag}' is a directory: expected another tag")
 
 
@@ -112,8 +114,7 @@ def open_place(folder: Path, tag: str) -> CheckpointPlace:
         OSError: the folder can't be written to.
         ValueError: the name of the tag is a directory.
     """
-    make_folder(folder)
-    check_free(folder, tag)
+    make_free(folder, tag)
     current = _read_pointer(folder, tag)
     is_named = current is not None and (folder / current / MANIFEST).is_file()
     known = dict(_generations(folder, tag))
@@ -168,22 +169,22 @@ def find(path: Path, tag: str | None = None) -> Path:
 
     Raises:
         ValueError: there is none.
+        DamageError: the file `<tag>` names none.
     """
-    if is_pointer := tag is None and path.is_file():
-        path, tag = path.parent, None if path.name == LATEST else path.name
-    if tag is None and not is_pointer and (path / MANIFEST).is_file():
+    if tag is None and (path / MANIFEST).is_file():
         return path
+    if tag is None and path.is_file():
+        path, tag = path.parent, None if path.name == LATEST else path.name
     if not path.is_dir():
         raise ValueError(f"'{path}': expected a folder with checkpoints, found none")
+    pointer = path / (LATEST if tag is None else tag)
     if tag is None:
-        if not (path / LATEST).is_file():
+        if not pointer.is_file():
             raise ValueError(f"'{path}': expected a checkpoint, found none (there is no file '{LATEST}')")
-        tag, pointer = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip(), path / LATEST
-    else:
-        pointer = path / tag
+        tag = pointer.read_text(encoding="utf-8", errors="replace").strip()
     name = _read_pointer(path, tag)
     if name is None and tag != LATEST and _is_tag(tag) and (path / tag).is_file():
-        raise ValueError(f"'{path / tag}': damaged; expected the name of a directory, '{tag}.<number>'")
+        raise Damage.CONTENT.of(path / tag, f"no name of a directory '{tag}.<number>'")
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
         raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; the tags there are: {tags}")

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffers, sums_of, with_averages
-from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
-from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.capture import EngineState, averaged_buffers, sums_of, with_averages
+from zeroshard.checkpoint.files import TENSORS, VALUES, as_folder, find
+from zeroshard.checkpoint.manifest import NUM_PARTS, check_sums
 from zeroshard.checkpoint.optimizers import (
     SavedStates,
     Targets,
@@ -233,33 +233,27 @@ class _Loading:
         known: dict[str, str] = {}
         for fqn, name in (pair for names, _ in parts for pair in names.items()):
             if (other := known.setdefault(name, fqn)) != fqn:
-                raise ValueError(
-                    f"'{self.stored.directory}': the checkpoint ties '{other}' and '{fqn}'; the model has "
-                    "them as separate parameters"
-                )
+                why = f"the checkpoint ties '{other}' and '{fqn}'; the model has them as separate parameters"
+                raise self.stored.refusal(why)
         surplus = self.stored.manifest.parameters.keys() - known.keys()
         self._check_names("the checkpoint", {f"parameter '{name}'" for name in surplus}, set())
         self._check_names("the checkpoint", self._others, set().union(*(others for _, others in parts)))
 
     def _match_parameters(self, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """The stored name of each parameter of the model."""
-        records, directory = self.stored.manifest.parameters, self.stored.directory
+        stored, records = self.stored, self.stored.manifest.parameters
         home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
         names: dict[str, str] = {}
         for parameter in self._runtime.parameters:
             fqn, expected = parameter.fqn, tuple(parameter.full_shape)
             homes = sorted({home[name] for name in (fqn, *aliases.get(fqn, ())) if name in home})
             if not homes:
-                raise ValueError(f"'{directory}': expected parameter '{fqn}' of the model, found none")
+                raise stored.refusal(f"expected parameter '{fqn}' of the model, found none")
             if len(homes) > 1:
-                raise ValueError(
-                    f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
-                    "checkpoint has them as separate parameters"
-                )
+                ties = " and ".join(map(repr, homes))
+                raise stored.refusal(f"the model ties {ties}; the checkpoint has them as separate parameters")
             if (shape := records[homes[0]].shape) != expected:
-                raise ValueError(
-                    f"'{directory}': parameter '{fqn}' has shape {shape}; the model expects {expected}"
-                )
+                raise stored.refusal(f"parameter '{fqn}' has shape {shape}; the model expects {expected}")
             names[fqn] = homes[0]
         return names
 
@@ -268,7 +262,10 @@ class _Loading:
         hook, saved, axis = self._runtime.state.hook, self.values.hooks, self._runtime.context.axes.world
         with naming_damage(self.stored.directory / VALUES):
             if hook is not None and len(saved) == axis.size and hook.fits(saved[axis.rank]):
-                return dict(saved[axis.rank])
+                record = dict(saved[axis.rank])
+                if not set(record["tensors"]) <= self.stored.tensors.keys():
+                    raise ValueError("a gradient hook with tensors that are not there")
+                return record
         if saved or (hook is not None and hook.saved()):
             warn_user(
                 f"'{self.stored.directory}' holds the state of a gradient hook on {len(saved)} ranks, and "
@@ -280,7 +277,7 @@ class _Loading:
     def _check_names(self, owner: str, names: set[str], others: set[str]) -> None:
         """Raise a ValueError with the first name that only its owner has, of the checkpoint and the model."""
         for name in sorted(names - others):
-            raise ValueError(f"'{self.stored.directory}': only {owner} has {name}")
+            raise self.stored.refusal(f"only {owner} has {name}")
 
     def restore(self) -> None:
         """Take over everything that was found but counts of steps and generators; no other rank is needed."""
@@ -302,7 +299,7 @@ class _Loading:
 
     @torch.no_grad()
     def _read_tensors(self, targets: Targets) -> None:
-        runtime, names, stored = self._runtime, self.names, self.stored
+        runtime, names = self._runtime, self.names
         converted = {names[p.fqn]: p for p, saved in self._states.items() if saved.converted is not None}
         as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
         with TensorReader(self.stored, runtime.context.memory.evict) as reader:
@@ -316,10 +313,7 @@ class _Loading:
                 read_buffer(reader, runtime.module, name, buffer)
             self._read_averages(reader)
             if (record := self._record) is not None:
-                infos, device = [stored.tensors[name] for name in record["tensors"]], runtime.context.device
-                tensors = [torch.empty(info.shape, dtype=info.dtype, device=device) for info in infos]
-                for name, tensor in zip(record["tensors"], tensors, strict=True):
-                    reader.read_into(name, tensor)
+                tensors = [reader.read_whole(name, runtime.context.device) for name in record["tensors"]]
                 runtime.state.hook.from_files(record, tensors)
         for name in read_model(runtime).extra:
             module = runtime.module.get_submodule(name.rpartition(".")[0])
@@ -335,7 +329,7 @@ class _Loading:
                 reader.read(part)
         for name, copy in averaged_buffers(read_model(self._runtime).buffers, averages).items():
             if name in stored.tensors:
-                reader.read_into(name, copy)
+                copy.copy_(reader.read_whole(name, copy.device))
         for name, own in averages.items():
             own.num_updates = stored.manifest.averages.get(name, 0)
 
@@ -389,9 +383,6 @@ def _others(buffers: Iterable[str], extra: Iterable[str]) -> set[str]:
 
 def _read_values(stored: Stored, device: torch.device) -> SavedValues:
     """Return the values that are no tensors, checked."""
-    for name in (VALUES, TENSORS):
-        if name not in stored.manifest.files:
-            raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (its list of files has no '{name}')")
     check_sums(stored.directory, stored.manifest, (VALUES, TENSORS))
     found = read_values(stored.directory)
     with naming_damage(stored.directory / VALUES):
@@ -406,12 +397,12 @@ def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, h
     can_convert = rule_named(saved) is not None and rule_named(saved) is rule_named(present)
     if saved != present and not (can_convert and convert_states):
         remedy = ": expected the same optimizer, or convert_states=True" if can_convert else ""
-        raise ValueError(f"'{stored.directory}': holds states of {saved}; the engine has {present}{remedy}")
+        raise stored.refusal(f"holds states of {saved}; the engine has {present}{remedy}")
     schedule, present = stored.manifest.lr_scheduler, type(parts.lr_scheduler).__name__
     if hyperparameters and parts.lr_scheduler is not None and schedule not in (None, present):
-        raise ValueError(
-            f"'{stored.directory}': holds the state of a {schedule}; the engine has a {present}: expected "
-            "the same LR scheduler, or restore_hyperparameters=False to keep the present schedule"
+        raise stored.refusal(
+            f"holds the state of a {schedule}; the engine has a {present}: expected the same LR scheduler, "
+            "or restore_hyperparameters=False to keep the present schedule"
         )
 
 
@@ -434,9 +425,8 @@ def _check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) ->
     for parameter in left_out:
         name = names[parameter.fqn]
         if records[name].dtype != parameter.dtype or present[parameter.fqn] != saved[name]:
-            raise ValueError(
-                f"'{stored.directory}' leaves out the frozen parameter '{parameter.fqn}', and its present "
-                f"values ({dtype_name(parameter.dtype)}) are others ({dtype_name(records[name].dtype)}): "
-                "expected a model with the same frozen parameters as at saving. Build it from the same base, "
-                "or save with Checkpoint(frozen=True)"
+            raise stored.refusal(
+                f"leaves out the frozen parameter '{parameter.fqn}', and its present values "
+                f"({dtype_name(parameter.dtype)}) are others ({dtype_name(records[name].dtype)}): expected "
+                "the frozen parameters of saving. Build the same base, or save with Checkpoint(frozen=True)"
             )

@@ -12,15 +12,18 @@ from typing import Annotated, Any
 
 import torch
 
-from zeroshard.checkpoint.files import MANIFEST
+from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 from zeroshard.checkpoint.places import StoredTensor, check_places
-from zeroshard.codec import Count, Size, naming_damage, to_json, typed
+from zeroshard.codec import Count, Damage, Size, naming_damage, to_json, typed
 from zeroshard.data.loader import DataPosition
 from zeroshard.plan.cuts import Cut
 from zeroshard.safetensors import is_file_name
 from zeroshard.stepping.rounding import Rounding
 
 FORMAT = 2
+NUM_PARTS = "num_parts"
+"""The key of `written_by` for the number of pipeline ranks, if there were several."""
+_Parts = Annotated[int, range(1, 1 << 31).__contains__]
 _Crc = Annotated[int, range(1 << 32).__contains__]
 
 
@@ -95,21 +98,18 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        RuntimeError: it is damaged, or of another format.
+        DamageError: it is damaged, or of another format.
     """
     file = directory / MANIFEST
-    check_own(file)
+    _check_own(file)
     with naming_damage(file):
         outer = json.loads(file.read_bytes())
         content: dict[str, Any] = typed(dict[str, Any], outer["content"], "content")
-        if _crc_of(content) != outer["crc32"]:
-            raise ValueError("the checksum differs")
-        found = content.get("format"), content.get("written_by")
-        if found[0] == FORMAT:
-            return parse(content)
-    raise RuntimeError(
-        f"{file}: expected checkpoint format {FORMAT}, got {found[0]!r:.20}, written by {found[1]!s:.100}"
-    )
+        if (crc := _crc_of(content)) != outer["crc32"]:
+            raise Damage.SUM.of(file, outer["crc32"], crc)
+        if (found := content.get("format")) != FORMAT:
+            raise Damage.FORMAT.of(file, FORMAT, found, content.get("written_by"))
+        return parse(content)
 
 
 def parse(content: Mapping[str, Any]) -> Manifest:
@@ -120,10 +120,12 @@ def parse(content: Mapping[str, Any]) -> Manifest:
     """
     manifest: Manifest = typed(Manifest, content, "content")
     tensors = manifest.tensors
+    typed(_Parts, manifest.written_by.get(NUM_PARTS, 1), f"written_by.{NUM_PARTS}")
     check_places(tensors, {name: record.num_bytes for name, record in manifest.files.items()})
-    for name in (*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())):
-        if name not in tensors:
-            raise ValueError(f"expected '{name}' among the tensors, got none")
+    missing = {VALUES, TENSORS} - manifest.files.keys()
+    missing |= {*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())} - tensors.keys()
+    if missing:
+        raise ValueError(f"expected {sorted(missing)} among the files and tensors, got none")
     for name, record in manifest.parameters.items():
         expected = record.dtype, record.shape
         if name in tensors and (found := (tensors[name].dtype, tensors[name].shape)) != expected:
@@ -135,36 +137,33 @@ def _crc_of(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, default=to_json).encode())
 
 
-def check_own(file: Path) -> None:
+def _check_own(file: Path) -> None:
     """Raise unless a file lies in the checkpoint itself: a link may lead to any file of the machine."""
     if file.is_symlink():
-        raise RuntimeError(
-            f"{file}: is a symbolic link to '{os.readlink(file)}'; expected the file itself. Only the "
-            "directory of a checkpoint may be a link"
-        )
+        raise Damage.LINK.of(file, os.readlink(file))
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise RuntimeError for the first file that is not there, has another size, or is a link."""
+    """Raise DamageError for the first file that is not there, has another size, or is a link."""
     for name, record in manifest.files.items():
         file = directory / name
-        check_own(file)
+        _check_own(file)
         if not file.is_file():
-            raise RuntimeError(f"{file}: missing; the checkpoint is incomplete")
+            raise Damage.MISSING.of(file)
         if (size := file.stat().st_size) != record.num_bytes:
-            raise RuntimeError(f"{file}: expected {record.num_bytes} bytes, found {size}")
+            raise Damage.SIZE.of(file, record.num_bytes, size)
 
 
 def check_sums(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise RuntimeError for the first file of these names that does not hold what was written."""
+    """Raise DamageError for the first file of these names that does not hold what was written."""
     for name in names:
         file, crc = directory / name, 0
         buffer = memoryview(bytearray(1 << 20))
         with file.open("rb", buffering=0) as stream:
             while num_read := stream.readinto(buffer):
                 crc = zlib.crc32(buffer[:num_read], crc)
-        if crc != manifest.files[name].crc32:
-            raise RuntimeError(f"{file}: damaged (its checksum is not the one in the manifest)")
+        if crc != (expected := manifest.files[name].crc32):
+            raise Damage.SUM.of(file, expected, crc)
 
 
 def describe_model(module: Any) -> dict[str, Any]:

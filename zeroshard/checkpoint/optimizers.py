@@ -28,7 +28,7 @@ from zeroshard.checkpoint.tensors import (
     shape_of,
 )
 from zeroshard.checkpoint.values import SavedValues
-from zeroshard.codec import naming_damage
+from zeroshard.codec import Damage, naming_damage
 from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import past_guards
@@ -309,7 +309,7 @@ def match_states(
 
     Raises:
         ValueError: states that the optimizer can't have, by their parameter.
-        RuntimeError: states that belong together are not all there, or not as they should be.
+        DamageError: states that belong together are not all there, or not as they should be.
     """
     states: SavedStates = {}
     for parameter in (p for group in optimizer.param_groups for p in only_sharded(group["params"])):
@@ -330,10 +330,9 @@ def match_states(
         if found or "step" in own:
             converted = _check_states(optimizer, parameter.fqn, bits, stored, found, has_same_blocks)
         if converted is not None and not convert_states:
-            raise ValueError(
-                f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
-                f"{type(optimizer).__name__} keeps, got others. Use the same thresholds as at saving, or "
-                "convert_states=True"
+            raise stored.refusal(
+                f"expected states of '{parameter.fqn}' in the {bits} bits that {type(optimizer).__name__} "
+                "keeps, got others. Use the same thresholds as at saving, or convert_states=True"
             )
         states[parameter] = SavedState(
             tensors=tensors if converted is None else found,
@@ -355,26 +354,23 @@ def _check_states(
     """Return the family to convert from, if the checkpoint has other bits; None if not."""
     kind, manifest = type(optimizer).__name__, stored.directory / MANIFEST
     if not has_same_blocks and any(is_scales(key, tensors) for key in tensors):
-        raise ValueError(
-            f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks: "
-            "expected the mesh.tp of saving. Load them there into an optimizer of 32 bits, with "
-            "convert_states=True, and save again"
+        raise stored.refusal(
+            f"states of '{name}' have scales for blocks of other tensor ranks: expected the mesh.tp of "
+            "saving. Load them there into an optimizer of 32 bits, with convert_states=True, and save again"
         )
     if (family := rule_named(kind)) is None:
         return None
     for key, tensor in tensors.items():
         is_half = tensor.dtype == torch.uint8 or key.endswith(ABSMAX)
         if is_half and not is_codes(key, tensors) and not is_scales(key, tensors):
-            raise RuntimeError(f"{manifest}: '{name}' has codes or scales alone, '{key}'")
+            raise Damage.CONTENT.of(manifest, f"codes or scales alone, '{key}' of '{name}'")
     found = {key: 8 if is_codes(key, tensors) else 32 for key in tensors if not is_scales(key, tensors)}
     if missing := sorted(family.states.keys() - found.keys()):
-        raise RuntimeError(f"{manifest}: expected state '{missing[0]}' of '{name}', found none")
+        raise Damage.CONTENT.of(manifest, f"no state '{missing[0]}' of '{name}'")
     is_converted = set(found.values()) != {bits}
     unknown = sorted(found.keys() - family.states.keys())
     if unknown and (is_converted or stored.manifest.optimizer != kind):
-        raise ValueError(
-            f"'{stored.directory}': holds state '{unknown[0]}' of '{name}', but {kind} has no such state"
-        )
+        raise stored.refusal(f"holds state '{unknown[0]}' of '{name}', but {kind} has no such state")
     return family if is_converted else None
 
 

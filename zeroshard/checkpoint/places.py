@@ -21,8 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from operator import add
+from operator import sub
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -56,6 +55,18 @@ class Box:
             offsets.append(start)
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The index of its elements in a tensor with the elements of a box around it."""
+        starts = map(sub, self.offsets, outer.offsets)
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+    def span_in(self, outer: Box) -> Span:
+        """The smallest flat range with its elements of a box around it that is stored row by row."""
+        first = last = 0
+        for at, size in zip(self.within(outer), outer.sizes, strict=True):
+            first, last = first * size + at.start, last * size + at.stop - 1
+        return Span(first, last + 1)
 
     def cut(self, dim: int, start: int, size: int) -> Box:
         """The box with another range of a dimension."""
@@ -101,41 +112,6 @@ def split(box: Box, max_numel: int) -> Iterator[Box]:
     for start in range(0, box.sizes[dim], num_rows):
         size = min(num_rows, box.sizes[dim] - start)
         yield from split(box.cut(dim, box.offsets[dim] + start, size), max_numel)
-
-
-@dataclass(frozen=True, slots=True)
-class ElementRun:
-    """Elements that lie one after the other in two boxes, each stored row by row."""
-
-    source: int
-    """The first element, counted in the one box."""
-    target: int
-    """The same element, counted in the other."""
-    numel: int
-
-
-def runs(source: Box, target: Box) -> Iterator[ElementRun]:
-    """The elements that two boxes of one tensor share."""
-    common = source.intersect(target)
-    if common is None:
-        return
-    # Trailing dimensions that are whole in both, and the one before them, lie in one piece.
-    outer = len(common.sizes)
-    while outer and common.sizes[outer - 1] == source.sizes[outer - 1] == target.sizes[outer - 1]:
-        outer -= 1
-    outer = max(0, outer - 1)
-    numel = math.prod(common.sizes[outer:])
-    for index in product(*(range(size) for size in common.sizes[:outer])):
-        corner = (*map(add, common.offsets, index), *common.offsets[outer:])
-        yield ElementRun(_position(source, corner), _position(target, corner), numel)
-
-
-def _position(box: Box, element: Shape) -> int:
-    """Return the position of an element in a box that is stored row by row."""
-    position = 0
-    for at, offset, size in zip(element, box.offsets, box.sizes, strict=True):
-        position = position * size + at - offset
-    return position
 
 
 _MAX_BYTES = 1 << 62

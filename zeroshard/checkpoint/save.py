@@ -134,9 +134,9 @@ def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int, memory
         OSError: with the name of the file.
         RuntimeError: slices in files are lost; with the name of their file.
     """
-    boxes, path = [], directory / file_of(rank)
+    boxes, path, crc = [], directory / file_of(rank), 0
     archive = io.BytesIO()  # torch.save writes from C++, where a disk that fails would end the process
-    with naming(path), _CheckedFile(path, "wb") as file:
+    with naming(path), path.open("wb") as file:
         for part in slices:
             for box, values in part.boxes(MAX_BOX_BYTES):
                 memory.fetch(values)
@@ -146,10 +146,12 @@ def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int, memory
                 memory.evict(values)
                 offset = file.tell()
                 place = StoredBox(box, rank, offset + find_elements(archive))
+                crc = zlib.crc32(archive.getbuffer(), crc)
                 size = file.write(archive.getbuffer())
                 boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
+        file.flush()
         os.fsync(file.fileno())
-    return Written(boxes, {path.name: FileRecord(file.num_bytes, file.crc32)})
+        return Written(boxes, {path.name: FileRecord(file.tell(), crc)})
 
 
 def find_elements(archive: io.BytesIO) -> int:
@@ -209,22 +211,6 @@ def _over_own_memory(values: Tensor) -> Tensor:
     return torch.empty(0, dtype=values.dtype, device="cpu").set_(memory, 0, values.shape, values.stride())
 
 
-class _CheckedFile(io.FileIO):
-    """An unbuffered file that is written from start to end."""
-
-    num_bytes = crc32 = 0
-
-    def write(self, data: Any) -> int:
-        """Write all of `data` and return its size in bytes."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            done += super().write(view[done:])
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.num_bytes += done
-        return done
-
-
 _FAILED = "the checkpoint that was saved in the background failed"
 _ALIGNMENT = 64
 
@@ -258,8 +244,7 @@ class Saver:
         def copy() -> None:
             nonlocal snapshot
             if self._axis.rank == 0:
-                files.make_folder(snapshot.folder)  # an error is told now, before further steps
-                files.check_free(snapshot.folder, snapshot.tag)
+                files.make_free(snapshot.folder, snapshot.tag)  # an error is told now, before further steps
             snapshot = self.copied(snapshot)
 
         # Here: the thread may run when the interpreter ends, and then some modules cannot be imported.

@@ -16,20 +16,22 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, runs, split, whole
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, split, whole
+from zeroshard.codec import Damage, naming_damage, typed
 from zeroshard.comm.mesh import Axes
 from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import BLOCK, Span, num_blocks
 from zeroshard.plan.originals import counts
+from zeroshard.safetensors import fill
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
@@ -265,12 +267,16 @@ class Stored:
         """The places of its tensors, by name."""
         return self.manifest.tensors
 
+    def refusal(self, why: str) -> ValueError:
+        """Return the error of a checkpoint that is whole, but not of this model or optimizer."""
+        return ValueError(f"'{self.directory}': {why}")
+
 
 def open_checkpoint(directory: Path) -> Stored:
     """Read the manifest of a checkpoint; no tensor is read.
 
     Raises:
-        RuntimeError: a file is missing or shortened, or the manifest is damaged or says what cannot be.
+        DamageError: a file is missing or shortened, or the manifest is damaged or says what cannot be.
     """
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
@@ -287,9 +293,8 @@ def open_checkpoint(directory: Path) -> Stored:
             dtype = torch.uint8 if is_codes(key, tensors) else tensor.dtype
             dtype = torch.float32 if is_scales(key, tensors) else dtype
             if form != (expected := (dtype, shape_of(key, tensors, record.shape, record.blocks))):
-                raise RuntimeError(
-                    f"{directory / MANIFEST}: state '{key}' of '{fqn}': expected {expected}, got {form}"
-                )
+                found = f"state '{key}' of '{fqn}': expected {expected}, got {form}"
+                raise Damage.CONTENT.of(directory / MANIFEST, found)
     return Stored(directory, manifest, states)
 
 
@@ -304,60 +309,53 @@ class TensorReader(ExitStack):
     def __init__(self, stored: Stored, evict: Callable[[Tensor], None] = lambda _: None) -> None:
         super().__init__()
         self.stored, self.evict = stored, evict
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[Path, Any] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        """The bytes of the box that was read last."""
 
     def read(self, part: TensorSlice) -> None:
         """Fill `part.data`, in its own dtype, on its own device.
 
         Raises:
-            RuntimeError: the checkpoint does not hold all of it, or a file has become shorter.
+            DamageError: the checkpoint does not hold all of it, or a file has become shorter.
         """
         stored, num_read = self.stored.tensors[part.name], 0
         for box, values in part.boxes():
-            in_order = values if values.is_contiguous() else torch.empty_like(values).contiguous()
             for source in stored.parts:
-                for run in runs(source.box, box):
-                    target = in_order.view(-1)[run.target : run.target + run.numel]
-                    self._read_run(source, stored.dtype, run.source, target)
-                    num_read += run.numel
-            if in_order is not values:
-                values.copy_(in_order)
-                self.evict(part.data)
+                if (common := source.box.intersect(box)) is not None:
+                    read = self._read_box(source, stored.dtype, common.span_in(source.box))
+                    values[common.within(box)] = read[common.within(source.box)]
+                    self.evict(part.data)
+                    num_read += common.numel
         if num_read != part.data.numel():
-            raise RuntimeError(
-                f"{self.stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
-                f"{part.start} on, found {num_read}"
-            )
+            found = f"{num_read} of {part.data.numel()} elements of '{part.name}' from {part.start} on"
+            raise Damage.CONTENT.of(self.stored.directory / MANIFEST, found)
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill a tensor with all values of one of the same size, as `read` does."""
-        values = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-        self.read(TensorSlice(name, tuple(target.shape), 0, values))
-        target.copy_(values.view(target.shape))
+    def read_whole(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Return all of a tensor, read as `read` does."""
+        dtype, shape = self.stored.tensors[name].dtype, self.stored.tensors[name].shape
+        values = torch.empty(math.prod(shape), dtype=dtype, device=device)
+        self.read(TensorSlice(name, shape, 0, values))
+        return values.view(shape)
 
-    def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
-        name = file_of(source.rank)
-        if name not in self._files:
-            self._files[name] = self.enter_context((self.stored.directory / name).open("rb"))
-        file = self._files[name]
-        begin = source.start + start * dtype.itemsize
-        step = max(1, MAX_BOX_BYTES // dtype.itemsize)
-        for at in range(0, target.numel(), step):
-            piece = target[at : at + step]
-            direct = piece.dtype == dtype and piece.device.type == "cpu"
-            raw = piece if direct else torch.empty(piece.numel(), dtype=dtype, device="cpu")
-            file.seek(begin + at * dtype.itemsize)
-            if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
-                raise RuntimeError(f"{self.stored.directory / name}: ends too early")
-            if not direct:
-                piece.copy_(raw)
-            self.evict(piece)
+    def _read_box(self, source: StoredBox, dtype: torch.dtype, span: Span) -> Tensor:
+        """[sizes of the box] in memory of the reader: a flat range of the box has its values."""
+        path, size = self.stored.directory / file_of(source.rank), dtype.itemsize
+        num_bytes = source.box.numel * size
+        if path not in self._files:
+            self._files[path] = self.enter_context(path.open("rb"))
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        box = self._memory[:num_bytes]
+        fill(self._files[path], source.start + span.start * size, box[span.start * size : span.stop * size])
+        return box.view(dtype).view(source.box.sizes)
 
 
 # --------------------------------------------------------------------------------- descriptions of codes
 
 
 _MARK = ".quant_state.bitsandbytes__"
+"""It stands between the name of a weight and the kind of its codes."""
 _OFFSET = "nested_offset"
 
 
@@ -388,36 +386,28 @@ def check_buffers(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) 
             if is_description(name):
                 saved, own = _read_description(reader, name), _unpack(buffer)
                 if saved | {_OFFSET: None} != own | {_OFFSET: None}:
-                    raise ValueError(
-                        f"'{stored.directory}': '{_weight_of(name)}' is quantized as {saved}; the model has "
-                        f"{own}: expected the same kind of codes"
+                    raise stored.refusal(
+                        f"'{name.partition(_MARK)[0]}' is quantized as {saved}; the model has {own}: "
+                        "expected the same kind of codes"
                     )
             elif shape != expected:
-                raise ValueError(
-                    f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects {expected}"
-                )
+                raise stored.refusal(f"buffer '{name}' has shape {shape}; the model expects {expected}")
 
 
 def read_buffer(reader: TensorReader, model: nn.Module, name: str, buffer: Tensor) -> None:
     """Read a buffer. Of a description, give its weight the offset of the scales that it has."""
     if not is_description(name):
-        reader.read_into(name, buffer)
+        buffer.copy_(reader.read_whole(name, buffer.device))
     elif (offset := _read_description(reader, name).get(_OFFSET)) is not None:
-        weight: Any = model.get_parameter(_weight_of(name))
+        weight: Any = model.get_parameter(name.partition(_MARK)[0])
         weight.quant_state.offset.fill_(offset)
 
 
 def _read_description(reader: TensorReader, name: str) -> dict[str, Any]:
-    values = torch.empty(reader.stored.tensors[name].shape, dtype=torch.uint8, device="cpu")
-    reader.read_into(name, values)
-    return _unpack(values)
-
-
-def _weight_of(name: str) -> str:
-    """The name of the weight that a description belongs to."""
-    return name.partition(_MARK)[0]
+    with naming_damage(reader.stored.directory):
+        return _unpack(reader.read_whole(name))
 
 
 def _unpack(values: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(bytes(values.cpu().numpy()).decode())
+    found: dict[str, Any] = typed(dict[str, Any], json.loads(bytes(values.cpu().numpy())), "description")
     return found

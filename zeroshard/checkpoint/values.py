@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import TENSORS, VALUES
 from zeroshard.codec import dtype_name, naming_damage, typed
+from zeroshard.plan.layout import Span
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor, TensorInfo, begin_file, read_header
 
 MAX_DEPTH = 100
@@ -90,19 +91,16 @@ def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     encoded = encoder.encode(dict(values), "values", -3)
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in encoder.tensors.items()}
     beginning = begin_file(infos)
-    data = bytearray(beginning.num_bytes)
-    data[: len(beginning.header)] = beginning.header
-    for name, tensor in encoder.tensors.items():
-        start = beginning.offsets[name]
-        data[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {VALUES: json.dumps(encoded, allow_nan=False).encode(), TENSORS: bytes(data)}
+    flat = (encoder.tensors[name].reshape(-1).view(torch.uint8) for name in beginning.offsets)
+    tensors = b"".join([beginning.header, *(one.numpy().data for one in flat)])  # in this order, without gaps
+    return {VALUES: json.dumps(encoded, allow_nan=False).encode(), TENSORS: tensors}
 
 
 def read_values(directory: Path) -> Any:
     """Return the values of which `to_files` made files.
 
     Raises:
-        RuntimeError: a file is damaged, or says what cannot be.
+        DamageError: a file is damaged, or says what cannot be.
     """
     file = directory / VALUES
     with naming_damage(file):
@@ -174,8 +172,7 @@ class _JsonEncoder:
             )
         options: dict[str, Any] = {"requires_grad": True} if value.requires_grad else {}
         tag = "$parameter" if type(value) is nn.Parameter else "$tensor"
-        value = value.detach()
-        value = value.cpu().resolve_conj().resolve_neg().contiguous()
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         name, stored = str(len(self.tensors)), value
         if value.dtype not in DTYPE_NAMES:  # stored as bytes
             options |= {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
@@ -201,9 +198,6 @@ class _JsonDecoder:
 
     def __init__(self, file: Path) -> None:
         self._infos: dict[str, FileTensor] = read_header(file)
-        self._data = bytearray(file.read_bytes())
-        if sum(info.numel * info.file_dtype.itemsize for info in self._infos.values()) > len(self._data):
-            raise ValueError(f"{file}: expected tensors that do not overlap")
         self._make: dict[str, Callable[[Any], Any]] = {
             **{f"${kind.__name__}": kind for kind in _SEQUENCES},
             "$dict": dict,
@@ -244,10 +238,7 @@ class _JsonDecoder:
         requires_grad: bool = False,
     ) -> Tensor:
         info = self._infos.pop(name)  # each once: a small file cannot fill the memory
-        values = torch.empty(info.shape, dtype=info.file_dtype, device="cpu")
-        if info.numel:
-            stored = torch.frombuffer(self._data, dtype=info.file_dtype, count=info.numel, offset=info.offset)
-            values.copy_(stored.view(info.shape))
+        values = info.read(Span(0, info.numel)).view(info.shape).clone()
         if dtype is not None:
             values = values.view(typed(torch.dtype, dtype, name)).view(shape or ())
         return values.requires_grad_(requires_grad)

@@ -22,8 +22,7 @@ from zeroshard.tables import LINE, format_bytes, render
 def export(options: ExportOptions) -> None:
     """Run `zeroshard export`."""
     directory = find(options.checkpoint)
-    max_bytes = MAX_SHARD_BYTES if options.max_shard_size is None else options.max_shard_size
-    how = Format(dtype=options.dtype, max_shard_bytes=max_bytes)
+    how = Format(dtype=options.dtype, max_shard_bytes=options.max_shard_size or MAX_SHARD_BYTES)
     export_checkpoint(directory, options.directory, how, verify=not options.no_verify)
 
 
@@ -43,11 +42,12 @@ def inspect(options: InspectOptions) -> None:
         print("intact: all files are there and as they were written")
 
 
+_MOST_TENSORS = 20
 _KINDS = ("parameter", "buffer", "optimizer state", "average")
 
 
 def describe(stored: Stored) -> str:
-    """Return the origin of a checkpoint, totals by kind, and a table of every tensor."""
+    """Return the origin of a checkpoint, totals by kind, and a table of its first tensors."""
     facts = to_json(stored)
     tensors, files = facts.pop("tensors"), facts.pop("files")
     facts["files"] = f"{len(files):,}, {format_bytes(sum(files.values()))}"
@@ -60,6 +60,8 @@ def describe(stored: Stored) -> str:
     for name, one in tensors.items():
         shape = "x".join(map(str, one["shape"])) or "scalar"
         rows.append((name, one["kind"], one["dtype"], shape, format_bytes(one["bytes"])))
+    first = rows[:_MOST_TENSORS]
+    title = f"tensors, {len(first)} of {len(rows):,}: --json has all"
     parts = (
         "\n".join(f"{name + ':':<15}{_text(fact)}" for name, fact in known.items()),
         render(
@@ -67,7 +69,7 @@ def describe(stored: Stored) -> str:
             ("kind", "dtype", "tensors", "elements", "bytes"),
             [*totals, LINE, _total("total", tensors.values())],
         ),
-        render("tensors", ("name", "kind", "dtype", "shape", "bytes"), rows),
+        render(title, ("name", "kind", "dtype", "shape", "bytes"), first),
     )
     return "\n\n".join(parts) + "\n"
 

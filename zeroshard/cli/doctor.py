@@ -12,9 +12,9 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch.distributed import is_backend_available
 
 from zeroshard.cli.options import DoctorOptions
-from zeroshard.comm.device import available_backends
 from zeroshard.memory.budget import host_bytes_free
 from zeroshard.planning.machine import measure_machine
 from zeroshard.tables import format_bytes
@@ -64,7 +64,7 @@ def read_versions() -> dict[str, str]:
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none: this torch is built without it",
         "ROCm of torch": torch.version.hip,
-        "backends of torch": ", ".join(available_backends()),
+        "backends of torch": ", ".join(filter(is_backend_available, ("gloo", "nccl"))),
         "numpy": version("numpy"),
     }
     return {name: text for name, text in found.items() if text}

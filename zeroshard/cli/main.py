@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError, RuntimeError, OSError) as error:
-        print(f"zeroshard: {' '.join(str(error).split())}", file=sys.stderr)
+        remedy = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"zeroshard: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return USAGE if isinstance(error, ValueError | ImportError) else FAILURE
     finally:
         if arguments is None:  # the process ends, whose last collections would take a second for the imports

@@ -27,15 +27,6 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
-def budget(text: str) -> int:
-    """Return the bytes of a budget such as 60GB. Raises ArgumentTypeError, for a share as well."""
-    if (found := size(text)) > 1:
-        return found
-    raise ArgumentTypeError(
-        f"expected bytes such as 60GB, got {text!r}: an estimate knows no device that this is a share of"
-    )
-
-
 def parse_model(text: str) -> int | Path:
     """Return the number that 7B, 125M, 7e9 or 135_000_000 means, or the path of a file.
 
@@ -95,12 +86,12 @@ class ExportOptions(NamedTuple):
 class InspectOptions(NamedTuple):
     """Show the origin and content of a checkpoint, and check that it is intact.
 
-    Print a summary, every tensor, and a verdict. The exit code is 1 if the
+    Print a summary, the first tensors, and a verdict. The exit code is 1 if the
     checkpoint is damaged, and the error names the file.
 
     Args:
         checkpoint: a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one
-        json: print JSON for programs
+        json: print JSON for programs, with every tensor
         no_verify: do not compare checksums
 
     Examples:
@@ -139,8 +130,9 @@ class EstimateOptions(NamedTuple):
         length: tokens of a sample (default: all)
         lora: train adapters of this rank in a model, not a number; needs peft
         weight_bits: bits of its frozen weights; needs bitsandbytes
-        memory: list the settings that fit a device of this size, such as 80GB
-        host: host memory of a node of 8 ranks, for offload
+        memory: list the settings that take at most 0.9 of a device of this size, which `zeroshard doctor`
+            shows: 79GiB for an H100 of 80 GB
+        host: host memory of a node of 8 ranks, for offload, of which settings take at most 0.9
         nvme: disk space of such a node, for offload
 
     Examples:
@@ -151,7 +143,7 @@ class EstimateOptions(NamedTuple):
         zeroshard estimate 7B --tokens 8192 --recompute auto --memory-budget 60GB --cluster 8xH100
         zeroshard estimate base-model --precision bf16
         zeroshard estimate base-model/config.json --config zeroshard.toml
-        zeroshard estimate 13B --memory 80GB --host 1TiB --ranks 8 --precision bf16 --tokens 8192
+        zeroshard estimate 13B --memory 79GiB --host 1TiB --ranks 8 --precision bf16 --tokens 8192
         zeroshard estimate base-model --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
     """
 
@@ -161,11 +153,11 @@ class EstimateOptions(NamedTuple):
     optimizer_bits: Literal[8, 32] | None = None
     stage: Literal[0, 1, 2, 3] | None = None
     config: Annotated[Path, _how(metavar="FILE")] | None = None
-    tp: Number | None = None
-    pp: Number | None = None
-    microbatches: Number | None = None
+    tp: Number = 1
+    pp: Number = 1
+    microbatches: Number = 1
     recompute: Literal["none", "unit", "auto"] | None = None
-    memory_budget: Annotated[int, _how(metavar="SIZE", type=budget)] | None = None
+    memory_budget: Size | None = None
     cluster: Annotated[str, _how(metavar="NAME")] | None = None
     tokens: Number = 0
     length: Number = 0

@@ -24,8 +24,8 @@ from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
 _NOTE = (
-    "Activations: the most micro-batches whose activations a rank holds at a time; one chunk of several\n"
-    "counts as its part of the rank."
+    "Activations: the most micro-batches whose activations a rank holds at a time;\n"
+    "one chunk of several counts as its part of the rank."
 )
 
 
@@ -56,7 +56,7 @@ def plan(options: PlanOptions) -> None:
     if options.list:
         print(results[0].schedule, end="")
         return
-    print(_about(options), "", _table(results), "", _NOTE, sep="\n")
+    print(_about(options), "", _table(results, _costs(options, 1)), "", _NOTE, sep="\n")
 
 
 def _plan_model(options: PlanOptions) -> None:
@@ -92,10 +92,9 @@ def _schedule(name: str, options: PlanOptions) -> Schedule:
         schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    found = {"--stages": schedule.num_ranks, "--microbatches": schedule.num_microbatches}
-    for option, given in (("--stages", options.stages), ("--microbatches", options.microbatches)):
-        if given is not None and given != found[option]:
-            raise ValueError(f"{name}: expected {option} {found[option]}, as in the lists, got {given}")
+    for option, found in {"stages": schedule.num_ranks, "microbatches": schedule.num_microbatches}.items():
+        if (given := getattr(options, option)) not in (None, found):
+            raise ValueError(f"{name}: expected --{option} {found}, as in the lists, got {given}")
     return schedule
 
 
@@ -149,8 +148,13 @@ def _about(options: PlanOptions) -> str:
     return f"{costs} for a micro-batch on a rank; transfer {options.transfer:g}"
 
 
-def _table(results: Sequence[_Result]) -> str:
-    """Return the figures of the schedules side by side."""
+def _table(results: Sequence[_Result], costs: ActionCosts) -> str:
+    """Return the figures of the schedules side by side.
+
+    Args:
+        results: the schedules.
+        costs: the costs of a rank, for 1F1B with steps of as many micro-batches, which drains after each.
+    """
     held = [count_activations(result.schedule) for result in results]
     rows: list[tuple[str, ...]] = [
         ("pipeline ranks", *(str(result.schedule.num_ranks) for result in results)),
@@ -165,7 +169,13 @@ def _table(results: Sequence[_Result]) -> str:
         rows += [LINE, *_by_rank("inputs for recompute", inputs)]
     ages = [Ages(result.schedule) for result in results]
     if any(taken for own in ages for taken in own.before.values()):  # a chunk computes after its step
-        rows += [LINE, ("steps", *(str(max(1, _num_steps(result.schedule))) for result in results))]
+        steps = [max(1, _num_steps(result.schedule)) for result in results]
+        drained = (
+            steady(own.num_ranks, own.num_microbatches, -(-own.num_microbatches // num), own.num_microbatches)
+            for own, num in zip((result.schedule for result in results), steps, strict=True)
+        )
+        rows += [LINE, ("steps", *map(str, steps))]
+        rows.append(("1f1b, as many steps", *(f"{simulate(one, costs).makespan:g}" for one in drained)))
         rows += _by_rank("delay in steps", [_delays(own) for own in ages])
         pairs = zip(ages, results, strict=True)
         versions = [count_live(own, WEIGHTS[result.weights](own)) for own, result in pairs]

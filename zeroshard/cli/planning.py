@@ -8,7 +8,8 @@ The order is by what a setting costs in each step, without a measurement:
     2. recompute      a forward more: 8 operations in place of 6 for each parameter and token
     3. bytes sent     stages 1 and 2 send what stage 0 sends, stage 3 up to half as much again; where one
                       rank sends nothing, stage 3 still makes parameters in the compute dtype again
-    4. bits           states of 8 bits cost no time, but precision: they come after states of 32 bits
+    4. bits           states of 8 bits cost no time, but precision: they come after states of 32 bits, and
+                      bf16 main parameters, which take the fewest bytes, come last
     5. memory         of what is left, the setting that leaves the most
 """
 
@@ -17,16 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import product, zip_longest
+from textwrap import fill, wrap
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import Config, Mesh
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.memory.tiered import count_elements
+from zeroshard.memory.tiered import byte_rows
 from zeroshard.memory.typical import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHARE = 0.9
-"""The part of a device that an estimate may take: tests hold activations to within 10 % of a measurement."""
+"""The part of a device that an estimate may take: tests hold activations to within 10 % of a measurement. And
+the part of a host, which needs the rest for its processes."""
 
 _RANKS_PER_NODE = 8
 
@@ -59,15 +61,17 @@ class _Tried(NamedTuple):
         """Its place in the order."""
         config, found = self.config, self.estimate
         place = TIERS.index(self.tiers), config.recompute in RECOMPUTED, found.wire_bytes_per_step
-        return *place, config.stage == 3, -self.bits, found.peak
+        precise = -self.bits, config.precision.main_dtype == dtype_of("bfloat16")
+        return *place, config.stage == 3, *precise, found.peak
 
     def __str__(self) -> str:
-        recomputed = ["recompute"] if self.config.recompute in RECOMPUTED else []
+        more = ["bf16 main parameters"] if self.config.precision.main_dtype == dtype_of("bfloat16") else []
+        more += ["recompute"] if self.config.recompute in RECOMPUTED else []
         tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
         offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
         if share := self.config.offload.device_fraction:
             offloaded.append(f"device_fraction={share:g}")
-        return ", ".join([f"stage {self.config.stage}", f"{self.bits}-bit states", *recomputed, *offloaded])
+        return ", ".join([f"stage {self.config.stage}", f"{self.bits}-bit states", *more, *offloaded])
 
 
 def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> Iterator[_Tried]:
@@ -78,15 +82,17 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
         for recompute in ((base.recompute,) if options.recompute or base.memory_budget else ("none", "unit"))
     ]
     sizes = (32, 8) if options.optimizer_bits is None else (options.optimizer_bits,)
-    for (optimizer, parameters), (base, recompute), bits in product(TIERS, settings, sizes):
+    mains = (None, dtype_of("bfloat16")) if options.precision == "bf16" else (None,)
+    for (optimizer, parameters), (base, recompute), bits, main in product(TIERS, settings, sizes, mains):
         is_far, is_in_files = optimizer != "none", "nvme" in (optimizer, parameters)
         has_room = (options.host or not is_far) and (options.nvme or not is_in_files)
-        if has_room and (parameters == "none" or base.stage == 3):
+        if has_room and (main is None or bits == 8):
             path = (base.offload.nvme_path or ".") if is_in_files else None
             offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
+            precision = replace(base.precision, main_dtype=main or base.precision.main_dtype)
             try:
-                config = replace(base, recompute=recompute, offload=offload)
-            except ValueError:  # the config rules some tiers out
+                config = replace(base, recompute=recompute, offload=offload, precision=precision)
+            except ValueError:  # the config rules some tiers out, as parameters at stages below 3
                 continue
             for each in _shares_on_device(config):
                 found = counted.on(options.ranks, each, optimizer_bits=bits)
@@ -107,7 +113,7 @@ def _shares_on_device(config: Config) -> Iterator[Config]:
 def _has_room(found: Estimate, config: Config, options: EstimateOptions) -> bool:
     """True if a rank, and its node, have the memory of an estimate of a config."""
     per_node = min(options.ranks, _RANKS_PER_NODE)
-    far = per_node * found.host <= options.host and per_node * found.nvme <= options.nvme
+    far = per_node * found.host <= SHARE * options.host and per_node * found.nvme <= options.nvme
     budget = config.memory_budget or 0
     room = min(SHARE * (options.memory or 0), budget if budget > 1 else math.inf)
     return far and found.peak <= room
@@ -116,26 +122,30 @@ def _has_room(found: Estimate, config: Config, options: EstimateOptions) -> bool
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
 _LINE = 79  # characters of a line of text
 _MOST_FITS = 8
+_FIGURES = {"peak": "peak", "host": "host", "NVMe": "nvme", "sent": "wire_bytes_per_step"}
 _LEGEND = "a micro-batch, F forward, f forward again, B backward, > < activations to the host and back"
 _NOTE = (
     "The peak is the time at which most parameters are gathered: a unit that computes, those that are "
     "prefetched, and the root."
 )
+_ONE = (
+    "A step has one micro-batch: with more, which a --config has as gradient_accumulation_steps, stages 0 "
+    "and 1 hold whole sums of the gradients."
+)
 _NOT_COUNTED = "Activations and temporary buffers come on top and are not counted."
 _ORDER = (
     "The order is by the cost of a step: first without offload, then without recomputation, then by the "
-    "bytes sent, then with states of 32 bits, then by memory."
+    "bytes sent, then with states of 32 bits, then with fp32 main parameters, then by memory."
 )
 
 
 def estimate(options: EstimateOptions) -> None:
     """Run `zeroshard estimate`."""
     names = ("stage", "precision", "tp", "pp", "microbatches", "recompute", "memory_budget")
-    if options.config is not None and any(getattr(options, name) is not None for name in names):
-        raise ValueError(
-            "--config has stage, precision, mesh, pipeline and recompute: leave out --stage, --precision, "
-            "--tp, --pp, --microbatches, --recompute and --memory-budget"
-        )
+    default = EstimateOptions._field_defaults
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != default[name]]
+    if options.config is not None and given:
+        raise ValueError(f"--config is in the place of {', '.join(given)}: leave them out")
     _refuse_unused(options)
     model = _model(options)
     if options.length and options.tokens % options.length:
@@ -157,6 +167,8 @@ def estimate(options: EstimateOptions) -> None:
                 table += f"\n\n{name}: {_LEGEND}\n{draw(found.time_line)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
+    if configs[0].gradient_accumulation_steps * configs[0].pipeline.num_microbatches == 1:
+        note += f" {_ONE}"
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
 
 
@@ -214,23 +226,21 @@ def _configs(options: EstimateOptions) -> list[Config]:
     if options.config is not None:
         return [Config.from_file(options.config)]
     stages = range(4) if options.stage is None else [options.stage]
-    given = _given(
-        precision=options.precision,
-        mesh=_given(tp=options.tp, pp=options.pp),
-        pipeline=_given(num_microbatches=options.microbatches),
-        recompute=options.recompute,
-        memory_budget=options.memory_budget,
-    )
+    given = {
+        "precision": options.precision or "fp32",
+        "mesh": {"tp": options.tp, "pp": options.pp},
+        "pipeline": {"num_microbatches": options.microbatches},
+        "recompute": options.recompute or "none",
+        "memory_budget": options.memory_budget,
+    }
     return [Config.parse({"stage": stage, **given}) for stage in stages]
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
     limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
+    if options.host:
+        limit += f" and of {format_bytes(options.host)} of a host"
     if options.memory_budget:
         limit += f" and a budget of {format_bytes(options.memory_budget)}"
     tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
@@ -244,18 +254,24 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
         nearest = min(tried, key=lambda one: one.estimate.peak)
         need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"
         return f"{_number(options.ranks)}: no setting fits into {limit}; the least is {need}"
+    best = list(reversed(fits.values()))[:_MOST_FITS]
+    names, *cells = zip(*byte_rows([one.estimate for one in best], _FIGURES), strict=True)
+    room = _LINE - 13 * len(names)  # three spaces and 1000.00 GiB
     rows = [
-        (str(one), *map(format_bytes, (found.peak, found.host, found.nvme, found.wire_bytes_per_step)))
-        for one, found in ((one, one.estimate) for one in list(reversed(fits.values()))[:_MOST_FITS])
+        (line, *own)
+        for one, figures in zip(best, cells, strict=True)
+        for line, own in zip_longest(wrap(str(one), room), [figures], fillvalue=[""] * len(names))
     ]
-    title = f"{_number(options.ranks)}: settings that take at most {limit}, best first"
-    table = render(title, ("setting", "peak", "host", "NVMe", "sent in a step"), rows)
-    more = len(fits) - len(rows)
+    title = f"{_number(options.ranks)}: settings within {limit}, best first"
+    table = render(fill(title, _LINE), ("setting", *names), rows)
+    more = len(fits) - len(best)
     return f"{table}\n and {more} more" if more else table
 
 
 def _about(model: nn.Module | int) -> str:
     if not isinstance(model, int):
+        from zeroshard.hf.quantize import count_elements  # a number needs no torch
+
         num, trained = (count_elements(model.parameters(), only_trainable=only) for only in (False, True))
         of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
         return f"{type(model).__name__} with {num:,} parameters{of_these}"
@@ -274,17 +290,14 @@ def _about(model: nn.Module | int) -> str:
 
 def _about_training(config: Config, options: EstimateOptions) -> str:
     precision = config.precision
-    by_name = sorted({show(dtype) for dtype in dict(precision.overrides or ()).values()})
-    others = f" and by name in {', '.join(by_name)}" if by_name else ""
-    computed, main = (
-        show(dtype or dtype_of("float32")) for dtype in (precision.param_dtype, precision.main_dtype)
-    )
+    dtypes = precision.param_dtype, precision.main_dtype
+    computed, main = (show(dtype or dtype_of("float32")) for dtype in dtypes)
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
     states = f"Adam's states in {options.optimizer_bits or 32} bits"
-    about = f"computed in {computed}{others}, main parameters in {main}, {states}{divided}{tokens}"
+    about = f"computed in {computed}, main parameters in {main}, {states}{divided}{tokens}"
     return fill(about, _LINE)
 
 

@@ -174,7 +174,9 @@ class Axis:
             raise self.waits.error(label, error) from None
         return Pending(self, label, kind, [work]) if self.exchanges else self.waits.issue(label)
 
-    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER) -> Handle:
+    def all_gather(
+        self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER, chunks: Parts = ()
+    ) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
@@ -184,8 +186,9 @@ class Axis:
                 any other collective that may be under way.
             label: the name of the collective in error messages.
             channel: the communicator, GATHER or REDUCE; both halves of an all-reduce use the same one.
+            chunks: `flat.chunk(size)`, if the caller keeps it.
         """
-        chunks, is_sent = flat.chunk(self.size), self.size > 1 and flat.numel() > 0
+        chunks, is_sent = chunks or flat.chunk(self.size), self.size > 1 and flat.numel() > 0
         works: list[dist.Work] = []
         if is_sent:
             label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)

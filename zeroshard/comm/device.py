@@ -100,8 +100,3 @@ def choose_device(
             "CUDA_VISIBLE_DEVICES and the number of ranks of a node (torchrun --nproc-per-node)"
         )
     return torch.device(wanted.type, index)
-
-
-def available_backends() -> tuple[str, ...]:
-    """Return the backends of torch.distributed that this torch was built with, of "gloo" and "nccl"."""
-    return tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name))

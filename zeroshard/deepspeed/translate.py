@@ -20,7 +20,7 @@ import torch
 from zeroshard.config import checked
 from zeroshard.config.checked import REFUSED, ValueRule, read_file, show, with_type
 from zeroshard.config.sections import Config
-from zeroshard.internals.warn import warn_user
+from zeroshard.internals.warn import warn_first
 
 Options = dict[str, Any]
 """Values by zeroshard's dotted keys."""
@@ -116,7 +116,8 @@ _NOT_READ = {
     "zero_optimization.offload_param.": "buffer_count buffer_size max_in_cpu pin_memory",
     "zero_optimization.offload_optimizer.": "buffer_count pin_memory pipeline_read pipeline_write fast_init "
     "super_offload cpuadam_cores_perc",
-    "bf16.": "immediate_grad_update check_overflow",
+    "bf16.": "immediate_grad_update check_overflow auto_cast consecutive_hysteresis "
+    "loss_scale initial_scale_power loss_scale_window min_loss_scale hysteresis",  # nothing is scaled
     "fp16.": "auto_cast consecutive_hysteresis",
     "data_types.": "grad_accum_dtype keep_in_fp32_modules",
     "activation_checkpointing.": "synchronize_checkpoint_boundary profile",
@@ -192,7 +193,7 @@ def translate(kind: type[_Config], config: Mapping[str, Any] | str | os.PathLike
     if ignored := ", ".join(key for key in leaves if key in IGNORED):
         notes.append(f"not read: {ignored} ({_ELSEWHERE})")
     if notes:
-        warn_user("\n- ".join(["DeepSpeed config:", *notes]))
+        warn_first("\n- ".join(["DeepSpeed config:", *notes]))
     return kind.from_dict(_nested(options))
 
 
@@ -226,7 +227,8 @@ def _problem(key: str, value: Any) -> str | None:
 def _unknown(key: str) -> str:
     leaf = key.rpartition(".")[2]
     # The same name in another section is meant rather than a similar one: 'stage'.
-    close = sorted(known for known in KNOWN if known.rpartition(".")[2] == leaf)
+    in_order = sorted(KNOWN, key=lambda known: (known in IGNORED, known))
+    close = [known for known in in_order if known.rpartition(".")[2] == leaf]
     close += difflib.get_close_matches(key.lower(), sorted(KNOWN | SECTIONS), n=1)
     return f"unknown key '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
 
@@ -253,8 +255,7 @@ def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
 
 def _tell_dynamic(options: Options) -> None:
     """Join the options of a dynamic loss scale into one; they have no effect with a fixed scale."""
-    keys = [key for key in options if key.startswith("precision.loss_scale.")]
-    asked = {key.rpartition(".")[2]: options.pop(key) for key in keys}
+    asked = {key.removeprefix(_DYNAMIC): options.pop(key) for key in [*options] if key.startswith(_DYNAMIC)}
     if asked and options.get("precision.loss_scale") == "dynamic":
         options["precision.loss_scale"] = asked
 

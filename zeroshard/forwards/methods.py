@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
             args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype, in_lists=True)
         before = passes.is_in_method
         try:
-            passes.before_forward(root, sys._getframe())
+            passes.before_forward(root)
             try:
                 passes.is_in_method = True
                 output = method(*args, **kwargs)
@@ -123,11 +122,13 @@ def refuse_files_of_slices(runtime: Runtime) -> None:
 
 
 @contextmanager
-def held_unsharded(runtime: Runtime) -> Iterator[None]:
-    """Gather all parameters, in the compute dtype, and keep them in the modules: forwards exchange nothing.
+def gathered(engine: Engine) -> Iterator[None]:
+    """Gather all parameters, in the compute dtype, and keep them: forwards inside exchange nothing.
 
-    Parts of the model may be called by themselves, as transformers calls the encoder of an encoder-decoder.
+    All ranks enter it, and may then call `engine.module` unevenly, or parts of it by themselves, as
+    transformers calls the encoder of an encoder-decoder. Nothing inside is recorded for a backward.
     """
+    runtime = engine._runtime
     runtime.wait()
     for unit in runtime.units:
         unit.refresh()
@@ -137,7 +138,8 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
         unit.slots.install()
     before = [unit.slots.stand_in(unit.slots.unsharded) for unit in runtime.units]
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for unit, shown in zip(runtime.units, before, strict=True):
             unit.slots.stand_in(shown)
@@ -164,5 +166,5 @@ def generate(engine: Engine, *args: Any, **kwargs: Any) -> Any:
         return as_forward(engine._runtime, generate)(*args, **kwargs)
     if (dtype := engine._runtime.input_dtype(engine.module)) is not None:
         args, kwargs = cast_inputs(engine.module, args, kwargs, dtype=dtype)
-    with held_unsharded(engine._runtime):
+    with gathered(engine):
         return generate(*args, **kwargs)

@@ -41,6 +41,7 @@ def from_pretrained(
 
     Raises:
         ValueError: no safetensors checkpoint at `path`, or one of another model, or of quantized weights.
+        RuntimeError: a file of it is missing, shortened or damaged.
     """
     Config.parse(config)
     tensors = find_tensors(path)
@@ -159,22 +160,16 @@ def build_skeleton(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"expected a config of transformers or a folder with config.json, got '{path}'")
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError(
-            f"'{path}': a model's config needs transformers: pip install zeroshard[hf]"
-        ) from None
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model: nn.Module = _builder(transformers, config)(config).to(torch.float32)
             if (how := getattr(config, "quantization_config", None)) is not None:
                 quantize(model, read_quantization(file, how))
-    except ImportError as error:
-        raise ImportError(
-            f"'{file}': {error}; its quantized weights need bitsandbytes: pip install zeroshard[eightbit]"
-        ) from None
+    except ImportError:
+        raise
     except Exception as error:  # whatever the file makes it raise
         raise ValueError(f"'{file}': transformers builds no model of it: {error}") from None
     return model
@@ -187,11 +182,9 @@ def build_typical(num_params: int) -> nn.Module:
         ImportError: transformers is not installed.
         ValueError: see `typical_sizes`.
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = typical_sizes(num_params)
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise ImportError("a plan needs transformers: pip install zeroshard[hf]") from None
     heads = next(num for num in (64, 32, 16, 8, 4, 2, 1) if sizes.width >= 128 * num)
     config = LlamaConfig(
         hidden_size=sizes.width,

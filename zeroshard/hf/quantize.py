@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.lazy.deferred import Codes, defer, has_memory
+
+
+def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
+    """Count the elements of whole parameters, and of the weights that codes stand for.
+
+    Args:
+        parameters: parameters, sharded or not.
+        only_trainable: leave out frozen parameters.
+    """
+    counted = (p for p in parameters if p.requires_grad or not only_trainable)
+    whole = [(getattr(p, "quant_state", None), getattr(p, "full_shape", p.shape)) for p in counted]
+    return sum(math.prod(getattr(coded, "shape", None) or shape) for coded, shape in whole)
 
 
 @torch.no_grad()

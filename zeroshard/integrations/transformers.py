@@ -16,7 +16,6 @@ from transformers import TrainerState
 from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.forwards.methods import held_unsharded
 from zeroshard.integrations.data_parallel import TAG, parse_data_parallel, refuse
 from zeroshard.outer import OuterStep
 
@@ -140,7 +139,7 @@ class ZeroShardMixin(_Trainer):
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs of a batch; a Seq2SeqTrainer generates them with all parameters gathered."""
         generates = getattr(self.args, "predict_with_generate", False)
-        with held_unsharded(self._sharded._runtime) if generates else nullcontext():
+        with self._sharded.gathered() if generates else nullcontext():
             return super().prediction_step(*args, **kwargs)
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -149,13 +148,13 @@ class ZeroShardMixin(_Trainer):
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip all gradients of the model, whatever `parameters` are; return their norm.
 
-        None if the Trainer only asks for the norm, and there is none: the backward has stepped, and no
-        gradient is left, or a hook leaves ranks with different gradients.
+        None if the Trainer only asks for the norm, and there may be none: the backward has stepped, and no
+        gradient is left, or a hook may leave ranks with different gradients.
         """
-        hook = self._sharded._runtime.state.hook
-        has_none = self.zeroshard_config.offload.step_in_backward or (hook is not None and hook.is_local)
-        has_none = has_none and max_norm == float("inf")
-        return None if has_none else self._sharded.clip_grad_norm_(max_norm, norm_type)
+        has_hook = self._options["gradient_hook"] or hasattr(self._sharded.optimizer, "hook_over")
+        if max_norm == float("inf") and (has_hook or self.zeroshard_config.offload.step_in_backward):
+            return None
+        return self._sharded.clip_grad_norm_(max_norm, norm_type)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count none: a rank's slices do not show the number of parameters."""

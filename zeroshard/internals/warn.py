@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,12 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def warn_first(message: str) -> None:
+    """Warn of what all ranks find, on rank 0 of the launcher alone: a group need not be open yet."""
+    if os.environ.get("RANK", "0") == "0":
+        warn_user(message)
 
 
 def first_of(names: Sequence[str]) -> str:

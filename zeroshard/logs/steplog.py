@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import on_first
 from zeroshard.config.checked import flat
 from zeroshard.engine import Engine
 from zeroshard.internals.warn import warn_user
@@ -92,6 +92,9 @@ def open_terminal(place: str, run: RunFacts) -> Target:
 
     def log(step: int, values: Mapping[str, float]) -> None:
         texts = [_FIGURES.get(name, f"{name} {{:.4g}}".format)(value) for name, value in values.items()]
+        if run.num_steps is not None and step < run.num_steps and "seconds" in values:
+            left = values["seconds"] / (step - run.first_step) * (run.num_steps - step)
+            texts.append(f"{timedelta(seconds=round(left))} left")
         print("  ".join([f"step {step}{of}", *filter(None, texts)]), flush=True)  # noqa: T201 - it is asked for
 
     return Calls(log, lambda: None)  # each line is there
@@ -271,7 +274,7 @@ class StepLog:
         targets: the places for the metrics: "terminal", "jsonl:FILE", "tensorboard:FOLDER",
             "wandb:PROJECT", "mlflow:URI", or an object with the methods `log` and `close` of `Target`.
         every: steps from one report to the next.
-        num_steps: steps of the whole run, for the terminal.
+        num_steps: steps of the whole run, for the terminal, which then shows the time that is left.
         config: values that belong to the run, in addition to the config of the engine.
 
     Raises:
@@ -369,10 +372,10 @@ class StepLog:
             lr=self._used_lr,
             grad_norm=None if norm is None else norm.item(),
         )
-        shares = engine._axes.world.all_gather_object(own, "metrics of steps")
+        shares = engine.on_all("metrics of steps", lambda: own)
         now = time.perf_counter()
         found = combine(shares, engine.dp_world_size, now - self._since)
-        engine._guard.watch(self._seen, found["loss"], found.get("grad_norm"))
+        engine.watch(found["loss"], found.get("grad_norm"))
         metrics = {"seconds": now - self._begin, **found, "skipped_steps": engine.skipped_steps}
         self._losses, self._num_tokens = [], None
         self._since, self._reported = now, self._seen
@@ -385,12 +388,12 @@ class StepLog:
 
     def _open(self, targets: Sequence[str | Target], run: RunFacts) -> None:
         def open_all() -> None:
-            for target in targets:
+            for target in targets if self._engine.global_rank == 0 else ():
                 name = target if isinstance(target, str) else type(target).__name__
                 self._targets.append((name, open_target(target, run)))
 
         try:
-            on_first(self._engine._axes.world, "opening of log targets", open_all)
+            self._engine.on_all("opening of log targets", open_all)
         except BaseException:
             self.close()
             raise

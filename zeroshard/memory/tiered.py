@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from zeroshard.plan.layout import MIN_8BIT_SIZE, num_blocks
 from zeroshard.plan.placement import DP_SHARD, SUMMANDS
 from zeroshard.plan.tiers import Tier
 from zeroshard.tables import format_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +70,6 @@ def byte_rows(reports: Collection[ModelStates], fields: Mapping[str, str]) -> It
         counts = [getattr(report, field, None) for report in reports]
         if any(counts):
             yield name, *("-" if count is None else format_bytes(count) for count in counts)
-
-
-def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
-    """Count the elements of whole parameters, and of the weights that codes stand for.
-
-    Args:
-        parameters: parameters, sharded or not.
-        only_trainable: leave out frozen parameters.
-    """
-    counted = (p for p in parameters if p.requires_grad or not only_trainable)
-    whole = [(getattr(p, "quant_state", None), getattr(p, "full_shape", p.shape)) for p in counted]
-    return sum(math.prod(getattr(coded, "shape", None) or shape) for coded, shape in whole)
 
 
 @dataclass(frozen=True, slots=True)

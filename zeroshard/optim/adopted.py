@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.warn import warn_user
+from zeroshard.internals.warn import first_of, warn_first, warn_user
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
@@ -82,6 +82,9 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
             f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize"
         )
+    if left_out := sorted(names[p] for p in names.keys() - dict(own).keys() if p.requires_grad):
+        remedy = "Build it over model.parameters(), or set their requires_grad to False"
+        warn_first(f"{_name(optimizer)} does not hold {first_of(left_out)}, which never change. {remedy}")
     if begun := [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]:
         raise ValueError(
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "

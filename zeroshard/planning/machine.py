@@ -181,11 +181,11 @@ class Cluster:
         return num_exchanges * self.latency + num_bytes * per_byte
 
 
-def _gpu(name: str, memory: int, flops: float, bandwidth: float, link: float) -> Machine:
+def _gpu(name: str, memory: float, flops: float, bandwidth: float, link: float) -> Machine:
     return Machine(
         device=name,
         num_devices=8,
-        device_bytes=memory << 30,
+        device_bytes=int(memory * (1 << 30)),
         host_bytes=1 << 40,
         flops={"float32": flops / 8, "bfloat16": flops},
         bandwidth=bandwidth,
@@ -194,8 +194,8 @@ def _gpu(name: str, memory: int, flops: float, bandwidth: float, link: float) ->
     )
 
 
-_H100 = _gpu("H100", 80, 7e14, 3e12, 5e10)
-_4090 = _gpu("RTX 4090", 24, 1.5e14, 9e11, 2.5e10)
+_H100 = _gpu("H100", 79.2, 7e14, 3e12, 5e10)
+_4090 = _gpu("RTX 4090", 23.6, 1.5e14, 9e11, 2.5e10)
 _CPU = replace(_gpu("cpu", 8, 9.6e11, 1.2e10, 0.0), num_devices=1, to_host=None, from_host=None)
 _NODE: dict[str, Any] = {"ranks_per_node": 8, "latency": 2e-5, "efficiency": 0.8}
 _CORES: dict[str, Any] = {"ranks_per_node": 2, "latency": 6e-4, "sums": 1.5e9}
@@ -208,7 +208,7 @@ CLUSTERS: Mapping[str, Cluster] = {
         Cluster(name="2xCPU", machine=_CPU, num_ranks=2, network=1.5e9, **_CORES),
     )
 }
-"""Clusters by name: data sheets of their makers, less what large copies and products leave of them. Products
+"""Clusters by name: memory as torch finds it; else data sheets, less what copies and products leave. Products
 of one H200, which has the cores of an H100, reach 7.6e14 in benchmarks/results/offload_gpu_core.json."""
 
 

@@ -1,35 +1,19 @@
-"""Profiles the steps of an engine on this rank: torch's profiler with ranges of ours, and a table of these.
-
-    the status of the rank     forward and backward of a unit, optimizer step, waits of the host
-    verbs of a unit            gather, free, reduce, the wait of compute for a gather
-    gradients                  packing and delivery
-    buffers                    copies between tiers and dtypes; on a CPU, where the host copies
-    runtime                    the end of a step
-
-All are noted from outside: the status gets a class that calls the recorder, and the verbs of each unit are
-replaced in the object, which the end of the profile undoes.
-"""
+"""Profiles the steps of an engine on this rank: torch's profiler with ranges of ours, and their table."""
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType, _profiler_enabled
 from torch.profiler import record_function
 
-from zeroshard.comm import streams
-from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.engine import Engine
-from zeroshard.internals.autograd import is_in_backward
 from zeroshard.sharded import Sharded
-from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.unit import UnitState
 from zeroshard.tables import LINE, render
 
 COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
@@ -65,14 +49,13 @@ class Profile:
         """Seconds of a step by kind."""
         return {kind: sum(times[kind] for times in self.units.values()) for kind in COLUMNS}
 
-    def fill(self, num_steps: int, *, on_device: bool) -> None:
+    def fill(self, *, on_device: bool) -> None:
         """Add up the ranges in `operations`.
 
         Args:
-            num_steps: optimizer steps that ended inside.
             on_device: True to add up the times of kernels, and not those of the host.
         """
-        self.num_steps, share = num_steps, 1e-6 / max(1, num_steps)  # torch counts microseconds
+        share = 1e-6 / max(1, self.num_steps)  # torch counts microseconds
         units: dict[str, dict[str, float]] = {}
         waits: defaultdict[str, float] = defaultdict(float)
         for event in self.operations.events():
@@ -152,135 +135,21 @@ def profile(engine: Engine | Sharded, *, profile_memory: bool = True, **options:
 
     Raises:
         TypeError: there is a `schedule`.
-        RuntimeError: another profile of this engine is under way.
+        RuntimeError: another profile is under way.
     """
     if "schedule" in options:
         raise TypeError("zeroshard.profile() has no schedule: the block chooses the steps that are profiled")
-    runtime = engine._runtime
-    if type(runtime.here) is not RankStatus:
-        raise RuntimeError("another profile of this engine is under way: end it before")
-    recorder = _RangeRecorder(runtime)
+    if _profiler_enabled():  # torch would end that one, without an error
+        raise RuntimeError("another profile is under way in this process: end it before")
     result = Profile(operations=torch.profiler.profile(profile_memory=profile_memory, **options))
+
+    def count() -> None:
+        result.num_steps += 1
+
     result.operations.start()
     try:
-        with recorder:
+        with engine.subscribe(lambda work: record_function(_PREFIX + work), count):
             yield result
     finally:
         result.operations.stop()
-        result.fill(recorder.num_steps, on_device=streams.has_streams(runtime.context.device))
-
-
-# ------------------------------------------------------------------------------------------ the recorder
-
-_PHASES = {
-    "": "other",
-    "the forward of ": "forward",
-    "the backward of ": "backward",
-    "the optimizer step": "step",
-}
-_VERBS = {
-    "unshard": "gather of ",
-    "wait": "wait of gather of ",
-    "reshard": "free of ",
-    "start_reduce": "reduce of ",
-}
-"""For each verb of a unit the text before the name of the unit."""
-_OF_GRADIENTS = dict.fromkeys(("pack", "progress", "deliver"), "reduce of ") | {
-    "wait": "wait of reduction of "
-}
-"""The same for the verbs of its gradients."""
-
-
-class _RangeRecorder:
-    """Opens ranges of torch's profiler from the runtime of an engine, while it is entered."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._thread = runtime, threading.get_ident()
-        self._replaced: list[tuple[Any, str]] = []
-        self._phase, self._waiting = ExitStack(), ExitStack()
-        """The ranges of the phase under way, and of the wait of the host in it."""
-        self.num_steps = 0
-
-    def __enter__(self) -> None:
-        runtime = self._runtime
-        runtime.here.__class__ = _telling(self)
-        for unit in runtime.units:
-            for verb, text in _VERBS.items():
-                self._replace(unit, verb, text + unit.described)
-            for gradients in unit.gradients:
-                for verb, text in _OF_GRADIENTS.items():
-                    self._replace(gradients, verb, text + unit.described)
-            # The streams of an accelerator copy during compute, which notes nothing of it.
-            for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
-                for store in filter(None, (buffer.store, buffer.store.copy)):
-                    self._replace(store, "load", f"copy of {unit.described}")
-        after_step = runtime.after_step
-
-        def count(stepped: Any = (), is_last: bool = True) -> None:
-            after_step(stepped, is_last)
-            self.num_steps += is_last
-
-        runtime.after_step = count  # type: ignore[method-assign]
-        self._replaced.append((runtime, "after_step"))
-        self.enter("", "")
-
-    def __exit__(self, *_: object) -> None:
-        self._runtime.here.__class__ = RankStatus
-        for holder, verb in self._replaced:
-            delattr(holder, verb)
-        self._waiting.close()
-        self._phase.close()
-        # An exchange that ends after torch's profiler (2.11 to 2.14) would write into memory that is freed.
-        for unit in self._runtime.units:
-            if unit.state is UnitState.GATHERING:
-                unit.wait()
-
-    def _replace(self, holder: Any, verb: str, text: str) -> None:
-        call = getattr(holder, verb)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_here:
-                return call(*args, **kwargs)
-            with record_function(_PREFIX + text):
-                return call(*args, **kwargs)
-
-        setattr(holder, verb, noted)
-        self._replaced.append((holder, verb))
-
-    @property
-    def _is_here(self) -> bool:
-        """True in the program's thread, and in the thread of its backward, for which the program waits."""
-        return threading.get_ident() == self._thread or is_in_backward()
-
-    # -- told by the status ---------------------------------------------------------------------------
-
-    def enter(self, phase: str, where: str) -> None:
-        """Note the begin of a phase, as `RankStatus.enter` has it."""
-        self._open(self._phase, f"{_PHASES[phase]}{' of ' if where else ''}{where}")
-
-    def wait(self, wait: Wait | None) -> None:
-        """Note the begin of a wait of the host, or its end."""
-        self._open(self._waiting, None if wait is None else f"wait of {wait.label}")
-
-    def _open(self, range_: ExitStack, text: str | None) -> None:
-        """End a range, and begin the next one, if it has a name."""
-        if self._is_here:
-            range_.close()
-            if text is not None:
-                range_.enter_context(record_function(_PREFIX + text))
-
-
-def _telling(recorder: _RangeRecorder) -> type[RankStatus]:
-    """Return a class of statuses that tell a recorder of what is noted in them."""
-
-    def enter(status: RankStatus, phase: str, where: str = "") -> None:
-        RankStatus.enter(status, phase, where)
-        recorder.enter(phase, where)
-
-    def note(status: RankStatus, name: str, value: Any) -> None:
-        is_new = name == "wait" and value is not status.wait
-        object.__setattr__(status, name, value)
-        if is_new:
-            recorder.wait(value)
-
-    return type("Telling", (RankStatus,), {"__slots__": (), "enter": enter, "__setattr__": note})
+        result.fill(on_device=engine.device.type != "cpu")

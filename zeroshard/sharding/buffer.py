@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Hashable, Sequence
+from itertools import compress
+from operator import add, attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from zeroshard.plan.originals import Original, counts
 from zeroshard.sharding.context import Context
 from zeroshard.stores.storage import allocate, release
 from zeroshard.stores.store import Store, Values
+
+_version_of = attrgetter("_version")
 
 
 class MainStore(Store):
@@ -217,8 +221,8 @@ class FlatBuffer:
         self.full, main = self._read() if self.is_read else self._take_over()
         self.full_bytes = self.full.nbytes
         """The bytes of the unsharded parameters, padding included."""
-        own = self.full.detach()[self.own] if self.is_resident else None
-        self.store = MainStore(main, plan, own, context)
+        self._own = self.full.detach()[self.own]
+        self.store = MainStore(main, plan, self._own if self.is_resident else None, context)
         """The main parameters, where gathers start."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
@@ -226,10 +230,12 @@ class FlatBuffer:
         self.versions = [parameter._version for parameter in self.unsharded]
         """The version of each unsharded parameter that nobody has edited."""
         item, offsets = self.full.element_size(), self.layout.offsets
-        self._starts = [(p, at * item) for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()]
+        self._starts = {p: at * item for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()}
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
         self._axis = axes[plan.gathers[0].axis] if plan.gathers else None
         """The ranks that gather; None: this one has all values."""
+        self._chunks = self.full.chunk(1 if self._axis is None else self._axis.size)
+        """The part of `full` that each of them has."""
         self.has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         """True if a few ranks may keep a copy among them between forward and backward."""
         self._second_axis = axes[plan.regathers[0].axis] if self.has_second else axes.dp_inner
@@ -298,22 +304,25 @@ class FlatBuffer:
 
     # -- full parameters ------------------------------------------------------------------------------
 
+    def has_changed(self) -> bool:
+        """True if an unsharded parameter was edited since the last look, or has moved."""
+        return list(map(_version_of, self.unsharded)) != self.versions or self.has_moved()
+
     def has_moved(self) -> bool:
         """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
         if not (self.is_resident or self.full.untyped_storage().nbytes()):
             return False
         first = self.full.data_ptr()
-        return any(parameter.data_ptr() != first + start for parameter, start in self._starts)
+        return [*map(Tensor.data_ptr, self._starts)] != [first + start for start in self._starts.values()]
 
     def count_step(self, stepped: Container[nn.Parameter]) -> None:
         """Count a step of some sharded parameters as an edit of the unsharded ones.
 
         So torch refuses the backward of a forward that has saved values from before.
         """
-        own = [index for index, parameter in enumerate(self.sharded) if parameter in stepped]
-        increment_version([self.unsharded[index] for index in own])
-        for index in own:
-            self.versions[index] += 1
+        flags = [*map(stepped.__contains__, self.sharded)]
+        increment_version([*compress(self.unsharded, flags)])
+        self.versions = [*map(add, self.versions, flags)]
 
     def begin_gather(self, label: str) -> Handle | None:
         """Allocate `full` and write this rank's part, on the current stream.
@@ -331,23 +340,23 @@ class FlatBuffer:
         if not self.is_resident:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
-        if (own := self._second) is None:
-            axis, own = self._axis, self.store.begin(self.full[self.own])
-        else:
-            axis = self._second_axis
-        return axis.all_gather(self.full, own, tag=self.tag, label=label) if axis is not None else None
+        if self._second is not None:
+            return self._second_axis.all_gather(self.full, self._second, tag=self.tag, label=label)
+        own = self.store.begin(self._own)
+        if self._axis is None:
+            return None
+        return self._axis.all_gather(self.full, own, tag=self.tag, label=label, chunks=self._chunks)
 
     def free(self, keep_second: bool) -> None:
-        """Give the storage of `full` back; nothing may still be writing to it.
+        """Give the storage of `full`, which is not resident, back; nothing may still be writing to it.
 
         Args:
             keep_second: True if the next gather of the same values is the plan's `regathers`.
         """
-        if not self.is_resident:
-            if self.has_second:
-                self.keep_second(keep_second)
-            release(self.full, self._freed)
-            self._context.meter.add(-self.full_bytes)
+        if self.has_second:
+            self.keep_second(keep_second)
+        release(self.full, self._freed)
+        self._context.meter.add(-self.full_bytes)
 
     def keep_second(self, keep: bool) -> None:
         """Keep the copy that a few ranks keep among them, or drop it."""
@@ -364,9 +373,9 @@ class FlatBuffer:
         """Drop all values; tensors that others hold keep theirs."""
         self.keep_second(False)
         self.store.release()
-        self.full = self.main
+        self.full, self._own, self._chunks = self.main, self.main, ()
         self.sharded, self.unsharded, self.originals = (), (), ()
-        self.versions, self._starts = [], []
+        self.versions, self._starts = [], {}
 
     def gather_wholes(self) -> list[Tensor]:
         """Gather the main parameters, as the model had them; collective.

@@ -38,6 +38,7 @@ from zeroshard.stores.store import GradientStore
 class GradientState(Enum):
     """The states of the gradients of a buffer within a backward."""
 
+    __hash__ = object.__hash__  # an enum's own takes many times as long
     EMPTY = "empty"
     PACKING = "packing"
     REDUCING = "reducing"
@@ -54,6 +55,10 @@ _MOVES = {
 
 
 _NEAR = GradientStore()
+
+_SMALL = 1 << 14
+"""Elements of a packed buffer on a CPU up to which it is scaled as a whole: a product of a small tensor and a
+number takes several times as long as a copy. In a larger one a second pass over memory would take longer."""
 
 
 class Gradients:
@@ -72,14 +77,17 @@ class Gradients:
         self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
         self._main_size = plan.main_size
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
-        self._scale = 1.0
+        self._scale = self._late_scale = 1.0
+        """The factors on gradients as they are packed, and on the packed buffer."""
         self._reduce: Callable[[Gradients, Tensor], Iterator[Handle | None]] = Gradients.over_ranks
         """Turns packed gradients into reduced ones; no bound method, which would be a cycle."""
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
-        self._gaps = tuple(gap.slice for gap in buffer.layout.gaps)
-        """The padding of `flat`."""
+        gaps, total = buffer.layout.gaps, buffer.layout.total
+        is_mostly_padding = 2 * sum(gap.size for gap in gaps) > total
+        self._gaps = (slice(total),) if is_mostly_padding else tuple(gap.slice for gap in gaps)
+        """The parts of `flat` that are cleared: its padding, or all of it in one piece."""
         self.store = self._target = store
         """Where gradients wait for their step; and where they go now: a backward that steps keeps them."""
         packed = range(num) if plan.reductions or not store.is_near else ()
@@ -141,7 +149,9 @@ class Gradients:
         if scale is not None:
             self._unscale = 1.0 / scale
         self._defer = defer
-        self._scale = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
+        scale = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
+        is_late = self.buffer.layout.total <= _SMALL and self._context.device.type == "cpu"
+        self._scale, self._late_scale = (1.0, scale) if is_late else (scale, 1.0)
         self._reduce = (
             Gradients.over_ranks if hook is None else functools.partial(Gradients.by_hook, hook=hook)
         )
@@ -287,14 +297,14 @@ class Gradients:
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
         flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
-        missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
-        if missing:
+        if len(self._filled) < len(self._slices):
+            missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
             torch._foreach_zero_(missing)
         self._filled = set()
-        if not self._is_deferred:
-            return flat
+        scale = self._late_scale * (self._scale if self._is_deferred else 1.0)
         self._is_deferred = False
-        flat.mul_(self._scale)
+        if scale != 1.0:
+            flat.mul_(scale)
         if flat.dtype == self._reduce_dtype:
             return flat
         reduced = self._take(self._reduce_dtype).copy_(flat)
@@ -317,11 +327,6 @@ class Gradients:
         if self.state is GradientState.REDUCING:
             self._advance()
         return self.state is GradientState.REDUCING
-
-    def complete(self) -> None:
-        """Finish a reduction that was started; its gradients wait for delivery."""
-        while self.state is GradientState.REDUCING:
-            self._advance()
 
     def _advance(self) -> None:
         """Go on to the next `yield` of the reduction, or to its end."""
@@ -362,7 +367,8 @@ class Gradients:
                 for index in sums.keys() - new:
                     sums[index].copy_(result[own[index]], non_blocking=True)
             result = target.store(result) if new else result
-        self._reduced.update((index, result[own[index]]) for index in new)
+        for index in new:
+            self._reduced[index] = result[own[index]]
 
     def deliver(self, used: list[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
@@ -429,7 +435,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
-        self.complete()
+        while self.progress():
+            pass
         if self._flat is not None:
             self._pool.drop(self._flat)
         self._reset()

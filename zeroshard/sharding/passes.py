@@ -13,13 +13,16 @@ of them, and lists the reasons to keep a unit gathered.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
@@ -91,12 +94,13 @@ class Passes:
 
     # -- forward --------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: Unit, caller: FrameType) -> None:
+    def before_forward(self, unit: Unit, *_: Any) -> None:
         """Free what has ended, gather this unit and start to gather the next, and show it in the modules.
+
+        Its caller runs as long as the forward does.
 
         Args:
             unit: the unit whose forward begins.
-            caller: a frame that runs as long as that forward.
         """
         if unit is self._root and self.is_in_method:
             return
@@ -104,7 +108,7 @@ class Passes:
         if is_in_backward():
             unit.call = self._walk.enter_again(unit, self.calls.tick())
         else:
-            self._begin_call(unit, caller)
+            self._begin_call(unit, sys._getframe(1))
         unit.wait()
         unit.slots.install()
 
@@ -121,7 +125,8 @@ class Passes:
             self._graph.end((unit,))
         if self._ended and self._trails:
             ended, self._ended = self._ended, {}
-            self._forward.end((one for one in ended if one is not unit), for_backward=torch.is_grad_enabled())
+            ended.pop(unit, None)
+            self._forward.end(ended, for_backward=torch.is_grad_enabled())
         self.calls.begin(unit, caller)
         self._here.enter("the forward of ", unit.described)
         unit.unshard()
@@ -133,12 +138,17 @@ class Passes:
             for upcoming in ahead[self._num_prefetch :]:
                 upcoming.read_ahead()
 
-    def after_forward(self, unit: Unit, output: Any) -> Any:
+    def after_forward(self, unit: Unit, *call: Any) -> Any:
         """Hook the outputs for backward; return the output, or views of it.
+
+        Args:
+            unit: the unit.
+            call: what a forward hook gets; the output is the last of it.
 
         Raises:
             RuntimeError: the forward has edited a parameter.
         """
+        output = call[-1]
         if self.is_in_method and unit is self._root:
             return output
         unit.check_edits()
@@ -184,7 +194,7 @@ class Passes:
         # The same order on all ranks; about a forward's order.
         for unit in (*self.quiet, *reversed(self._order.reductions)):
             unit.refresh()
-        self._state.reads_main |= any(unit.state is UnitState.GATHERING for unit in self._units)
+        self._state.reads_main |= UnitState.GATHERING in map(attrgetter("state"), self._units)
 
     def _end_forward(self, may_have_backward: bool) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""
@@ -240,10 +250,10 @@ class Passes:
                 unit.open_calls.add(call)
             for tensor in tensors:
                 setattr(tensor, _WATCHED, True)
-                tensor.register_hook(lambda gradient: self._before_backward(call))
+                tensor.register_hook(partial(self._before_backward, call))
         return output
 
-    def watch_layer(self, unit: Unit, output: Any) -> None:
+    def watch_layer(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
@@ -256,7 +266,7 @@ class Passes:
         setattr(output, _WATCHED, True)
         output.register_hook(arrived)
 
-    def _before_backward(self, call: ForwardCall) -> None:
+    def _before_backward(self, call: ForwardCall, *_: Tensor) -> None:
         unit = call.unit
         if self._state.phase is not _BACKWARD or self._backward() is None:
             self._begin_backward(unit)

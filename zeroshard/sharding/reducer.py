@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress, islice, pairwise
+from itertools import chain, compress, islice, pairwise
+from operator import attrgetter
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -73,6 +74,7 @@ class UnitOrder:
         is_late = setting.steps_in_backward is False
         walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
         self._by_name = {unit.name: unit for unit in walked}
+        self._gathered = frozenset(unit for unit in units if not unit.is_resident)
         self.units: list[Unit] = []
         self.has_changed = False
         """True if this rank has met a new unit or another order since the ranks last agreed."""
@@ -108,8 +110,8 @@ class UnitOrder:
         """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
         if unit.position < 0 and unit is not self._by_name[""]:
             return []
-        later, scope = islice(self.units, unit.position + 1, None), self.scope
-        return list(islice((u for u in later if not u.is_resident and (scope is None or u in scope)), num))
+        later = filter(self._gathered.__contains__, islice(self.units, unit.position + 1, None))
+        return list(islice(later if self.scope is None else filter(self.scope.__contains__, later), num))
 
     def _reduce(self, first: list[Unit]) -> None:
         """Reduce these units first from now on: the order is agreed on, or follows from the last backward."""
@@ -274,8 +276,9 @@ class Reducer:
             if gradients.state is not GradientState.EMPTY:
                 self._keep_late(gradients, index, gradient)
                 return
-            for older in (one for unit in self.under_way[:-1] for one in unit.gradients):
-                older.wait()  # see [Note: Two packed units]
+            for unit in self.under_way[:-1]:  # see [Note: Two packed units]
+                for older in unit.gradients:
+                    older.wait()
         gradients.pack(index, gradient)
 
     def _keep_late(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
@@ -306,8 +309,8 @@ class Reducer:
         ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready, self._ended = deque(ordered), set(), []
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
-            self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
+            sharded = chain.from_iterable(map(attrgetter("buffer.sharded"), self._all))
+            self._state.has_shown_gradients = bool(set(map(gradient_of, sharded)) - {None})
 
     def start(self, unit: Unit | None = None) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.

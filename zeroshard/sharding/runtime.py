@@ -7,7 +7,6 @@ nothing themselves.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -231,7 +230,7 @@ class Runtime:
                 sharded.append(parameter)
             else:
                 parameter.grad = None
-        set_gradients((parameter, None) for parameter in sharded if gradient_of(parameter) is not None)
+        set_gradients([(parameter, None) for parameter in sharded if gradient_of(parameter) is not None])
 
     def wait(self, call: str = "", *refused: Moment) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.
@@ -273,18 +272,19 @@ def hook(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the module of a unit, and the layers inside it."""
-    module, hook = unit.module, runtime.changes.hook  # a model without engine still needs the runtime
+    module, hook = unit.module, runtime.changes.hook
     before = module.register_forward_pre_hook
     cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
     casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
     if dtype is not None and not casts_itself:
         own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
         hook(before(own, prepend=True, with_kwargs=True))
-    hook(before(lambda *_: runtime.passes.before_forward(unit, sys._getframe(1)), prepend=True))
-    hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
+    hook(before(functools.partial(runtime.passes.before_forward, unit), prepend=True))
+    hook(module.register_forward_hook(functools.partial(runtime.passes.after_forward, unit)))
+    # A model without engine still needs the runtime.
     hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
-        hook(layer.register_forward_hook(lambda *call: runtime.passes.watch_layer(unit, call[-1])))
+        hook(layer.register_forward_hook(functools.partial(runtime.passes.watch_layer, unit)))
 
 
 def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:

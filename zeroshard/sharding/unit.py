@@ -17,7 +17,7 @@ memory for cuDNN, and counts no version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -42,6 +42,7 @@ from zeroshard.sharding.gradients import Gradients
 class UnitState(Enum):
     """The states of the full parameters of a unit."""
 
+    __hash__ = object.__hash__  # an enum's own takes many times as long
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
@@ -55,7 +56,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _missing, _version_of = attrgetter("store.is_stale"), attrgetter("missing"), attrgetter("_version")
+_is_stale, _missing, _visit, _ended = map(attrgetter, ("store.is_stale", "missing", "visit", "ended"))
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -229,7 +230,9 @@ class Unit:
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self._read = [b for b in buffers if Tier.DISK in (b.plan.main_tier, b.plan.copy_tier)]
         """The buffers whose gathers start in files."""
-        self._seconds = [buffer for buffer in buffers if buffer.has_second]
+        self._kept = [buffer for buffer in buffers if buffer.is_resident]
+        self._freed = [buffer for buffer in buffers if not buffer.is_resident]
+        """The buffers that are gathered again after a change, and those that are for each use."""
         self.is_resident = plan.is_resident
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
@@ -264,8 +267,8 @@ class Unit:
         Ranks may call a recomputed unit under no_grad, without a checkpoint.
         """
         assert self.visit is not None, "it was called"
-        around = [outer.visit.ended for outer in self.recomputed_in if outer.visit is not None]
-        return max([self.visit.ended, *around, *(region.ended for region in self.visit.regions)])
+        around = filter(None, map(_visit, self.recomputed_in))
+        return max(map(_ended, (self.visit, *around, *self.visit.regions)))
 
     # -- parameters -----------------------------------------------------------------------------------
 
@@ -280,13 +283,14 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         self.step_under_way()
-        needed = [buffer for buffer in self.buffers if not buffer.is_resident or buffer.store.is_stale]
+        needed = [*self._freed, *filter(_is_stale, self._kept)]
         for buffer in filter(needed.__contains__, self._read):
             buffer.store.prefetch()
         self._move(UnitState.GATHERING)
-        with torch.no_grad(), self._stream.after_compute():
-            begun = [buffer.begin_gather(f"all-gather of {self.described}") for buffer in needed]
-            self._handles += [handle or self._stream.mark() for handle in begun]  # no handle: at most a cast
+        with self._stream.after_compute():
+            for buffer in needed:
+                handle = buffer.begin_gather(f"all-gather of {self.described}")
+                self._handles.append(handle or self._stream.mark())  # no handle: at most a cast
 
     def read_ahead(self) -> None:
         """Let the system read what the next gather starts from, if it lies in files."""
@@ -330,11 +334,11 @@ class Unit:
             self.wait()
             while self._readers:
                 self._readers.pop()()
-            for buffer in self.buffers:
+            for buffer in self._freed:
                 buffer.free(for_backward and self.backward_needs_parameters)
             self._move(UnitState.SHARDED)
         elif not for_backward:
-            for buffer in self._seconds:
+            for buffer in self._freed:
                 buffer.keep_second(False)
 
     def refresh(self) -> None:
@@ -367,10 +371,9 @@ class Unit:
         """
         # torch takes several times as long to read an attribute of a subclass of Parameter.
         with past_guards():
-            edited = [b for b in self.buffers if list(map(_version_of, b.unsharded)) != b.versions]
-            moved = [buffer for buffer in self.buffers if buffer.has_moved()]
-        if moved or edited:
-            _refuse_edits(self.buffers, moved)
+            is_edited = any(map(FlatBuffer.has_changed, self.buffers))
+        if is_edited:
+            _refuse_edits(self.buffers)
 
     # -- gradients ------------------------------------------------------------------------------------
 
@@ -385,7 +388,7 @@ class Unit:
         Returns:
             True if exchanges of its gradients are under way or to come.
         """
-        return sum(gradients.start_reduce() for gradients in self.gradients) > 0
+        return sum([gradients.start_reduce() for gradients in self.gradients]) > 0
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a backward that failed."""
@@ -413,15 +416,16 @@ class Unit:
 
 
 @torch.no_grad()
-def _refuse_edits(buffers: Iterable[FlatBuffer], moved: Container[FlatBuffer]) -> None:
+def _refuse_edits(buffers: Sequence[FlatBuffer]) -> None:
     lost = []
     for buffer in buffers:
-        before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
+        has_moved = buffer.has_moved()
+        before, buffer.versions = buffer.versions, [p._version for p in buffer.unsharded]
         tensors = (buffer.full, buffer.main) if buffer.plan.is_alias else ()  # others may be freed
         shows_main = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
         for index, parameter in enumerate(buffer.unsharded):
             is_lost = before[index] != buffer.versions[index] and not shows_main
-            if buffer in moved:
+            if has_moved:
                 values, view = parameter.detach(), buffer.views(buffer.full)[index]
                 set_data(parameter, view)
                 is_lost |= not equal_values(values, view)

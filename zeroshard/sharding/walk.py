@@ -36,6 +36,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import count, islice
+from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import NamedTuple
 from weakref import ref
@@ -211,15 +212,16 @@ def plan_turns(units: Iterable[Unit]) -> list[Turn]:
             if not unit.is_resident:
                 entered = unit.entered
                 turns.append(((entered, visit.ended), Turn(entered, unit, "enter")))
-            turns += [((turn.tick, turn.act == "leave"), turn) for turn in last_turns(unit, visit.began)]
-    turns.sort(key=lambda item: item[0], reverse=True)
+            leave, free = last_turns(unit, visit.began)
+            turns += (((leave.tick, True), leave), ((free.tick, False), free))
+    turns.sort(key=itemgetter(0), reverse=True)
     return [turn for _, turn in turns]
 
 
 def last_turns(unit: Unit, began: int) -> tuple[Turn, Turn]:
     """The turns in which a unit is left and freed, if the first of its calls began at a tick."""
     regions = () if unit.visit is None else unit.visit.regions
-    freed = min([began, *(region.began for region in regions)])
+    freed = min([began, *map(attrgetter("began"), regions)])
     return Turn(began, unit, "leave"), Turn(freed, unit, "free")
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.parameters.saved import SavedSlices
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.buffers import lie_in_files
@@ -203,8 +203,8 @@ def _hook(
         if engine is not None and (judge := engine.judge()) is not None:
             judge(args, kwargs)
         result = step(*args, **kwargs)
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        stepped = {p for p in parameters if isinstance(p, ShardedParameter) and gradient_of(p) is not None}
+        parameters = only_sharded([p for group in optimizer.param_groups for p in group["params"]])
+        stepped = {parameter for parameter in parameters if gradient_of(parameter) is not None}
         runtime.after_step(stepped, is_last(optimizer))
         runtime.here.exit()
         if engine is not None and (count := engine.count()) is not None:
@@ -217,7 +217,7 @@ def _hook(
             runtime.state.refuse("zero_grad()", Moment.STEPPED)
             runtime.drop_deferred()
             if set_to_none and type(optimizer).zero_grad is Optimizer.zero_grad:
-                runtime.clear_gradients(p for group in optimizer.param_groups for p in group["params"])
+                runtime.clear_gradients([p for group in optimizer.param_groups for p in group["params"]])
                 return
         zero_grad(set_to_none)
 

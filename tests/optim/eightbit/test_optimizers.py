@@ -56,9 +56,10 @@ def go_on(parameter, optimizer, num_steps, seed=0):
 
 @pytest.mark.long_where(kernel=["numba"], name=[name for name in ALL if name not in COMPILED])
 @pytest.mark.long_where(size=[70_001])
-@pytest.mark.long_where(size=[5003], name=[name for name in ALL if name != "AdamW8bit"])
-@pytest.mark.parametrize("size", [4096, 5003, 70_001])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 4096) for name in ALL), ("AdamW8bit", 5003), *((name, 70_001) for name in ALL)],
+)
 def test_codes_and_scales_are_those_of_the_reference(name, size, kernel):
     for own in ({}, BIASES) if name in LAYERWISE else ({},):
         parameter, optimizer = stepped(name, size, 0, **own)

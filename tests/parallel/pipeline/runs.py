@@ -1,5 +1,7 @@
 """Runs of small language models over pipeline ranks, and the same in one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -74,12 +76,8 @@ def build(name, seed=0):
     return MODELS[name]().double()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-3)
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+adamw = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def tokens_of(number, rows=BATCH):

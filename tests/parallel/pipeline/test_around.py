@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import zeroshard
+from tests.distributed.training import refused
 from tests.parallel.pipeline.runs import build as language_model
 from tests.parallel.pipeline.runs import sgd, train_plainly
 from tests.ranks import on_ranks
@@ -63,12 +64,6 @@ def plain(make):
     losses, _ = train_plainly(model, map(batch, range(STEPS)), loss_of, num=NUM)
     x, y = batch(STEPS)
     return [*losses, loss_of(model.eval(), x, y).item()]
-
-
-def message_of(error, call, *args, **kwargs):
-    with pytest.raises(error) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------- hooks
@@ -124,7 +119,7 @@ class Named(nn.Sequential):
 
 @on_ranks(2)
 def test_a_sequence_with_a_forward_of_its_own_is_refused():
-    message = message_of(ValueError, start, lambda: Residual(*layers()))
+    message = refused(start, lambda: Residual(*layers()))
     assert "got a Residual: it is a Sequential with a forward of its own. pipeline.trace=True" in message
     assert trained(start(Named)) == pytest.approx(plain(Named), rel=1e-6)
 
@@ -209,7 +204,7 @@ def with_copies():
 
 @on_ranks(2)
 def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not():
-    message = message_of(ValueError, start, with_norms, split=["2"])
+    message = refused(start, with_norms, split=["2"])
     text = "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
     assert message.startswith(text)
     assert trained(start(with_copies, split=["2"])) == pytest.approx(plain(with_copies), rel=1e-6)

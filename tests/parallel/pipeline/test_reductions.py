@@ -24,12 +24,11 @@ EARLY = [
 
 
 @pytest.mark.long_where(schedule=["1f1b", "interleaved"])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(("schedule", "first", "last"), EARLY)
 @on_ranks(4)
-def test_the_units_of_a_chunk_are_reduced_with_it_and_the_root_at_last(schedule, first, last, stage):
+def test_the_units_of_a_chunk_are_reduced_with_it_and_the_root_at_last(schedule, first, last):
     pipeline = {"schedule": schedule, "num_microbatches": 2}
-    engine = start("llama", {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline})
+    engine = start("llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline})
     train(engine, [0])
     started, start_reduce = {}, Unit.start_reduce
 

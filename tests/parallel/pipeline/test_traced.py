@@ -4,6 +4,8 @@ Parameters are compared within 1e-9 after three steps in float64: the same opera
 are added up in another order. Losses are compared within 1e-6, because an engine adds them up in float32.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -81,8 +83,7 @@ def loss_of(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def batch_of(number, rows=ROWS):

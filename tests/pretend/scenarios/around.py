@@ -12,7 +12,6 @@ import torch
 from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
-from zeroshard.forwards.methods import held_unsharded
 from zeroshard.stepping.attach import attach
 
 Config = dict[str, Any]
@@ -35,7 +34,7 @@ def at_stages(
     return register
 
 
-@at_stages(2, 3)
+@at_stages(3)
 def two_forwards(bench: Bench, config: Config) -> None:
     bench.start(bench.gpt(), **config)
     for number in range(3):
@@ -53,7 +52,8 @@ def closed(bench: Bench, config: Config) -> None:
         bench.engine.close()
 
 
-@at_stages(1, 3, precisions=(FP32, BF16))
+@at_stages(3, precisions=(FP32, BF16))
+@at_stages(1)
 def edits_after_step(bench: Bench, config: Config) -> None:
     """Parameters are read and changed in place between a step and the next forward."""
     bench.start(bench.gpt(), **config)
@@ -66,7 +66,7 @@ def edits_after_step(bench: Bench, config: Config) -> None:
                 parameter.clamp_(-3, 3)
 
 
-@at_stages(1, 3, may_sync=("full/parameters.py", "zeroshard/byname.py"))
+@at_stages(3, may_sync=("full/parameters.py", "zeroshard/byname.py"))
 def hooks_and_whole_gradients(bench: Bench, config: Config) -> None:
     """Hooks edit gradients, which are then read whole, and clipped by their largest element."""
     engine = bench.start(bench.gpt(), **config)
@@ -82,7 +82,7 @@ def hooks_and_whole_gradients(bench: Bench, config: Config) -> None:
         engine.step()
 
 
-@at_stages(1, 3)
+@at_stages(3)
 def two_optimizers(bench: Bench, config: Config) -> None:
     engine = bench.start(bench.gpt(), None, **config)
     parameters = list(engine.parameters())
@@ -97,7 +97,7 @@ def two_optimizers(bench: Bench, config: Config) -> None:
             optimizer.zero_grad()
 
 
-@at_stages(1, 3, may_sync=("full/parameters.py",))
+@at_stages(3, may_sync=("full/parameters.py",))
 def full_parameters(bench: Bench, config: Config) -> None:
     """Whole parameters are edited and read between steps and an evaluation."""
     engine = bench.start(bench.gpt(), **config)
@@ -151,7 +151,7 @@ def saved_in_background(bench: Bench) -> None:
 def generation_with_held_parameters(bench: Bench) -> None:
     engine = bench.start(bench.gpt(), stage=3, precision=BF16)
     bench.train(1)
-    with torch.no_grad(), held_unsharded(engine._runtime):
+    with engine.gathered():
         for _ in range(1 + 2 * bench.rank):
             engine.module(bench.tokens(3))
     bench.train(1)

@@ -39,10 +39,10 @@ def _add(stage: int, offload: dict[str, Any]) -> None:
     add(f"ema_stage{stage}{tier}", run, may_sync=("stores/store.py",) if tier == "_in_files" else ())
 
 
-for _stage in (1, 3):
-    _add(_stage, {})
-    _add(_stage, {"optimizer": "cpu"})
-    _add(_stage, {"optimizer": "nvme"})
+_add(1, {})
+_add(3, {})
+_add(3, {"optimizer": "cpu"})
+_add(3, {"optimizer": "nvme"})
 
 
 def _edited(offload: dict[str, Any], precision: dict[str, Any]) -> None:

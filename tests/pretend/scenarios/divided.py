@@ -29,10 +29,10 @@ def _add(name: str, *, num_ranks: int = 2, sequence: bool = False, **config: Any
     add(name, run, num_ranks=num_ranks, may_sync=(*COMPARES, *READS_NORM))
 
 
-for _stage in range(4):
+for _stage in (1, 3):
     _add(f"tensor_stage{_stage}", stage=_stage)
+for _stage in range(4):
     _add(f"tensor_stage{_stage}_bf16", stage=_stage, num_ranks=4, precision=BF16, clip_grad_norm=1.0)
-_add("tensor_recompute", stage=3, recompute="unit", precision=BF16)
 _add("tensor_sequence", stage=3, sequence=True, precision=BF16)
 _add("tensor_sequence_recompute", stage=1, sequence=True, recompute="unit")
 _add("tensor_host", stage=2, num_ranks=4, offload={"optimizer": "cpu"}, precision=BF16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
-from tests.pretend.scenarios.plain import BF16
+from tests.pretend.scenarios.plain import BF16, BF16_MAIN
 from tests.stepping.late import stepped_late
 from zeroshard.comm import moves
 from zeroshard.comm.streams import Mark
@@ -32,7 +33,6 @@ from zeroshard.stepping.parts import is_known, steps_by_unit
 from zeroshard.stores.pieces import HostPieces
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
-NARROW = BF16 | {"main_dtype": "bfloat16"}
 READS_FACTOR = ("stepping/clipping.py",)
 """The host waits for the norm: it scales gradients that lie there, which are read or stepped at once."""
 NEW_STATES = ("stepping/parts.py",)
@@ -42,14 +42,8 @@ Train = Callable[[Bench], list[Tensor]]
 """Returns losses."""
 
 
-def plainly(bench: Bench, steps: int = 3) -> list[Tensor]:
-    losses = []
-    for number in range(steps):
-        loss = bench.loss(number)
-        bench.engine.backward(loss)
-        bench.engine.step()
-        losses.append(loss.detach())
-    return losses
+def plainly(bench: Bench) -> list[Tensor]:
+    return bench.train(3)
 
 
 def _values(
@@ -185,7 +179,7 @@ def _edited(bench: Bench) -> list[Tensor]:
                 parameter.mul_(0.9)
 
     for number in range(2):
-        losses += plainly(bench, 1)
+        losses += bench.train(1)
         scale()
         losses.append(bench.loss(number).detach())
         scale()
@@ -213,18 +207,18 @@ def _shown(bench: Bench) -> list[Tensor]:
 
 def _saved(bench: Bench) -> list[Tensor]:
     folder = bench.folder / ("moved" if bench.engine.config.offload.optimizer != "none" else "plain")
-    losses = plainly(bench, 1)
+    losses = bench.train(1)
     bench.engine.save_checkpoint(folder, blocking=False)
-    losses += plainly(bench, 2)
+    losses += bench.train(2)
     bench.engine.load_checkpoint(folder)
-    return losses + plainly(bench, 1)
+    return losses + bench.train(1)
 
 
 def _interrupted(bench: Bench) -> list[Tensor]:
     """A step fails in the second piece of a parameter; a checkpoint is loaded, and training goes on."""
     if bench.engine.config.offload.optimizer == "none":
         return plainly(bench)
-    losses, step, seen = plainly(bench, 1), adam.adam, set[int]()
+    losses, step, seen = bench.train(1), adam.adam, set[int]()
 
     def fail(parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
         if id(parameters[0]) in seen:
@@ -237,7 +231,7 @@ def _interrupted(bench: Bench) -> list[Tensor]:
         bench.engine.optimizer.state.clear()
     bench.engine.load_checkpoint(bench.folder)  # new states are at no place that is read ahead
     with mock.patch.object(adam, "adam", fail), pytest.raises(ArithmeticError):
-        plainly(bench, 2)  # the first step may wait for the second forward
+        bench.train(2)  # the first step may wait for the second forward
     bench.engine.load_checkpoint(bench.folder)
     for number in (1, 2):
         losses.append(bench.loss(number).detach())
@@ -298,7 +292,7 @@ def _looked_at(bench: Bench) -> list[Tensor]:
             seen.append(near(optimizer.state[parameter]["exp_avg"]))
 
     for number in range(8):
-        seen += plainly(bench, 1)
+        seen += bench.train(1)
         look(number)
     return seen
 
@@ -340,11 +334,11 @@ def _with_readers(bench: Bench) -> list[Tensor]:
 def _frozen_for_a_step(bench: Bench) -> list[Tensor]:
     """A unit with a parameter without a gradient is stepped after the backward."""
     bias = bench.engine.module.blocks[1].mlp[0].bias
-    losses = plainly(bench, 1)
+    losses = bench.train(1)
     bias.requires_grad_(False)
-    losses += plainly(bench, 2)
+    losses += bench.train(2)
     bias.requires_grad_(True)
-    return losses + plainly(bench, 1)
+    return losses + bench.train(1)
 
 
 def _fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -373,57 +367,54 @@ SYNCS = {
 _add("host_stage1_bf16", HOST, stage=1)
 _add("host_stage3", HOST, precision={})
 _add("host_stage3_bf16", HOST)
-_add("host_stage3_bf16_main", HOST, precision=NARROW)
-_add("host_clip_accumulate", _WHOLE, precision=NARROW, gradient_accumulation_steps=2, clip_grad_norm=0.01)
+_add("host_stage3_bf16_main", HOST, precision=BF16_MAIN)
+_add("host_clip_accumulate", _WHOLE, precision=BF16_MAIN, gradient_accumulation_steps=2, clip_grad_norm=0.01)
 _add("fraction_clip", _FRACTION, clip_grad_norm=0.01)
 _add("parameters_on_host", _WHOLE, precision={})
 _add("files_stage1", FILES, stage=1)
 _add("files_stage3", FILES, precision={})
-_add("files_stage3_clip", {**FILES, "parameters": "cpu"}, precision=NARROW, clip_grad_norm=0.01)
+_add("files_stage3_clip", {**FILES, "parameters": "cpu"}, precision=BF16_MAIN, clip_grad_norm=0.01)
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
     _add(f"{_name}_edited", _offload, _edited)
-    _add(f"{_name}_shown", _offload, _shown)
-    _add(f"{_name}_saved", _offload, _saved)
+_add("parameters_on_host_shown", _WHOLE, _shown)
+_add("parameters_on_host_saved", _WHOLE, _saved)
+_add("files_saved", FILES, _saved)
 _add("host_edited_stage1", HOST, _edited, stage=1)
 _add("host_saved_stepped_in_backward", HOST | _EARLY, _saved, optimizer=_fused)
+_add("host_plain_loop", HOST, _in_a_plain_loop, num_ranks=1, precision={})
+_add("host_looked_at", HOST, _looked_at, precision=BF16_MAIN, near_bytes=4096)
 for _ranks in (1, 2):
-    _add(f"host_plain_loop_{_ranks}", HOST, _in_a_plain_loop, num_ranks=_ranks, precision={})
-    _add(f"host_looked_at_{_ranks}", HOST, _looked_at, num_ranks=_ranks, precision=NARROW, near_bytes=4096)
-    _add(f"host_batches_{_ranks}", HOST, _in_batches, num_ranks=_ranks, precision=NARROW)
-    _add(
-        f"parameters_on_host_frozen_for_a_step_{_ranks}",
-        _WHOLE | _EARLY,
-        _frozen_for_a_step,
-        num_ranks=_ranks,
-        precision=NARROW,
-    )
+    _add(f"host_batches_{_ranks}", HOST, _in_batches, num_ranks=_ranks, precision=BF16_MAIN)
+_add("parameters_on_host_frozen_for_a_step", _WHOLE | _EARLY, _frozen_for_a_step, precision=BF16_MAIN)
 _add("files_batches", FILES, _in_batches)
-_add("host_gradients_read_once", HOST, _gradients_read_once, precision=NARROW, near_bytes=4096)
 _add(
-    "parameters_on_host_gradients_read_once", _WHOLE, _gradients_read_once, precision=NARROW, near_bytes=4096
+    "parameters_on_host_gradients_read_once",
+    _WHOLE,
+    _gradients_read_once,
+    precision=BF16_MAIN,
+    near_bytes=4096,
 )
-_add("host_clipped", HOST, _clipped)
 _add("parameters_on_host_clipped", _WHOLE, _clipped)
 _add("host_lamb_alone", HOST, optimizer=_lamb, num_ranks=1, may_sync=("optim/layerwise.py",))
 
 # -- steps in the backward -----------------------------------------------------------------------------------
 
-_add("files_stepped_in_backward", FILES | _EARLY)
 _add("files_read_in_backward", FILES | {"parameters": "cpu"} | _EARLY, _with_readers)
 _add("stepped_in_backward_evaluated", FILES | _EARLY, _evaluated)
 _add("host_stepped_in_backward", HOST | _EARLY, _with_readers)
-_add("host_stepped_in_backward_one_rank", HOST | _EARLY, num_ranks=1, precision=NARROW)
+_add("host_stepped_in_backward_one_rank", HOST | _EARLY, num_ranks=1, precision=BF16_MAIN)
 _add(
-    "parameters_on_host_stepped_in_backward", _WHOLE | _EARLY, precision=NARROW, gradient_accumulation_steps=2
+    "parameters_on_host_stepped_in_backward",
+    _WHOLE | _EARLY,
+    precision=BF16_MAIN,
+    gradient_accumulation_steps=2,
 )
-_add("fraction_stepped_in_backward", _WHOLE | {"device_fraction": 0.3} | _EARLY, _saved, precision=NARROW)
-_add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step)
+_add("fraction_stepped_in_backward", _WHOLE | {"device_fraction": 0.3} | _EARLY, _saved, precision=BF16_MAIN)
 
 # -- steps in pieces -----------------------------------------------------------------------------------------
 
 _add("parameters_on_host_in_pieces", _WHOLE, near_bytes=2048)
 _add("parameters_on_host_in_pieces_edited", _WHOLE, _edited, near_bytes=2048)
-_add("parameters_on_host_in_pieces_stepped_in_backward", _WHOLE | _EARLY, near_bytes=2048)
 _add("host_in_pieces", HOST, _saved, near_bytes=2048, clip_grad_norm=0.01)
 _add("files_in_pieces_stepped_in_backward", FILES | {"parameters": "cpu"} | _EARLY, near_bytes=2048)
 _add("host_in_pieces_stepped_in_backward", HOST | _EARLY, optimizer=_fused, near_bytes=2048)
@@ -435,7 +426,7 @@ _add(
     _saved,
     optimizer=lambda p: AdamW8bit(p, 1e-3, min_8bit_size=512),
     near_bytes=1024,
-    precision=NARROW,
+    precision=BF16_MAIN,
     may_sync=("zeroshard/optim/eightbit/",),
 )
 
@@ -443,19 +434,13 @@ _add(
 @scenario(num_ranks=1)
 def host_waits_for_nothing(bench: Bench) -> None:
     """Once there are states, no step lets the host wait, until a look."""
-    ways = (
-        ("none", None, None),
-        ("none", True, None),
-        ("cpu", True, None),
-        ("cpu", None, None),
-        ("cpu", None, 0.01),
-    )
-    for parameters, early, limit in ways:
+    clipped = ("cpu", None, 0.01)
+    for parameters, early, limit in (*itertools.product(("none", "cpu"), (None, True), (None,)), clipped):
         offload = {**HOST, "parameters": parameters, "step_in_backward": early}
-        bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=offload, clip_grad_norm=limit)
-        plainly(bench, 2)
+        bench.start(bench.gpt(3), stage=3, precision=BF16_MAIN, offload=offload, clip_grad_norm=limit)
+        bench.train(2)
         with _host_waits() as waits, _fetched_alone(bench) as alone:
-            plainly(bench, 2)
+            bench.train(2)
             assert not waits, (parameters, early, limit, waits)
             assert not alone, (parameters, early, alone)
             with bench.trace.syncs_allowed():
@@ -466,8 +451,8 @@ def host_waits_for_nothing(bench: Bench) -> None:
 @scenario(num_ranks=1, may_sync=("stores/pieces.py", "stores/store.py"))
 def host_gradients_are_held(bench: Bench) -> None:
     """Gradients that somebody holds are written after a step, and read after a backward that adds to them."""
-    engine = bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=_WHOLE)
-    plainly(bench, 2)
+    engine = bench.start(bench.gpt(3), stage=3, precision=BF16_MAIN, offload=_WHOLE)
+    bench.train(2)
     for number in range(3):
         bench.loss(number).backward()
         with bench.trace.syncs_allowed():
@@ -511,7 +496,7 @@ def _host_waits() -> Iterator[list[str]]:
 def host_read_in_backward(bench: Bench) -> None:
     """A hook in the backward reads main parameters that were stepped there, and are on their way back."""
     offload = {**_WHOLE, **_EARLY}
-    bench.start(bench.gpt(5), stage=3, precision=NARROW, offload=offload)
+    bench.start(bench.gpt(5), stage=3, precision=BF16_MAIN, offload=offload)
     blocks, seen = bench.engine.module.blocks, []
 
     def read(gradient: Tensor) -> None:
@@ -524,18 +509,18 @@ def host_read_in_backward(bench: Bench) -> None:
 
     for block in blocks[:2]:
         block.register_forward_pre_hook(hook)
-    plainly(bench, 3)
+    bench.train(3)
     with bench.trace.syncs_allowed():
         held = blocks[0].mlp[0].bias.detach()  # from now on somebody may look unseen
-    plainly(bench, 2)
+    bench.train(2)
     assert len(seen) == 10, held
 
 
 @scenario(may_sync=SYNCS[_saved])
 def host_backward_fails(bench: Bench) -> None:
     """A hook ends a backward that has stepped units, with values on their way; a checkpoint is loaded."""
-    bench.start(bench.gpt(5), stage=3, precision=NARROW, offload={**_WHOLE, **_EARLY})
-    plainly(bench, 2)
+    bench.start(bench.gpt(5), stage=3, precision=BF16_MAIN, offload={**_WHOLE, **_EARLY})
+    bench.train(2)
     bench.engine.save_checkpoint(bench.folder)
 
     def fail(gradient: Tensor) -> None:
@@ -544,16 +529,16 @@ def host_backward_fails(bench: Bench) -> None:
     first = bench.engine.module.blocks[0]
     handle = first.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
     with pytest.raises(ArithmeticError):
-        plainly(bench, 1)
+        bench.train(1)
     handle.remove()
     bench.engine.load_checkpoint(bench.folder)
-    plainly(bench, 2)
+    bench.train(2)
 
 
 def _main_is_read_where_it_is_gathered(bench: Bench) -> None:
     """Steps in the backward take main parameters of bf16 from the gathered ones: they travel once."""
-    bench.start(bench.gpt(5), stage=3, precision=NARROW, offload=_WHOLE | _EARLY)
-    plainly(bench, 2)
+    bench.start(bench.gpt(5), stage=3, precision=BF16_MAIN, offload=_WHOLE | _EARLY)
+    bench.train(2)
     found, followed, own = [], [], Unit.lend
 
     def noted(unit: Unit, buffer: FlatBuffer, follow: Callable[[], None]) -> Tensor | None:
@@ -569,7 +554,7 @@ def _main_is_read_where_it_is_gathered(bench: Bench) -> None:
             follow()
 
     with mock.patch.object(Unit, "lend", noted):
-        plainly(bench, 1)
+        bench.train(1)
     assert set(followed) == {"to_device"}, "a unit is freed while its stepped values go to the host"
     assert sum(one is not None for one in found) >= 4, "of 5 blocks, all but the first in the backward"
 
@@ -582,8 +567,8 @@ def host_one_unit(bench: Bench) -> None:
     """Each step reads the states that the last one has just written: there are more pieces than units."""
     for early in ({}, _EARLY):
         model = bench.gpt(0)
-        bench.start(model, stage=3, precision=NARROW, offload=HOST | early)
-        plainly(bench, 3)
+        bench.start(model, stage=3, precision=BF16_MAIN, offload=HOST | early)
+        bench.train(3)
 
 
 @scenario()
@@ -591,13 +576,13 @@ def host_dropped(bench: Bench) -> None:
     """Engines go while copies from and to the host are under way; one is closed, and another one goes on."""
     for parameters in ("none", "cpu"):
         bench.start(bench.gpt(2), stage=3, offload={**HOST, "parameters": parameters})
-        plainly(bench, 2)
+        bench.train(2)
         bench.engine.backward(bench.loss(0))
         bench.loss(1)
         bench.engine = None
         gc.collect()
         bench.start(bench.gpt(2), stage=3, offload={**HOST, "parameters": parameters})
-        plainly(bench, 2)
+        bench.train(2)
         bench.loss(1)  # states go back to the host
         bench.engine = None
         gc.collect()

@@ -39,7 +39,6 @@ def _branches(name: str, cuts: Cuts, **config: Any) -> None:
 _branches("stage1", _cuts_differ, stage=1)
 _branches("stage2", _cuts_differ, stage=2)
 _branches("stage3", _cuts_differ, stage=3)
-_branches("stage3_many", _many_cuts_differ, stage=3)
 _branches("stage3_prefetch2", _many_cuts_differ, stage=3, num_prefetch=2)
 _branches("stage3_recompute", _many_cuts_differ, stage=3, recompute="unit")
 _branches("stage3_same", _same_cuts, stage=3)
@@ -107,7 +106,7 @@ def _exceptions(stage: int) -> Callable[[Bench], None]:
     return run
 
 
-for _stage in (1, 2, 3):
+for _stage in (2, 3):
     add(f"exceptions_stage{_stage}", _exceptions(_stage))
 
 

@@ -230,8 +230,6 @@ class Wait(NamedTuple):
 class RankStatus:
     """The status of this rank. Written on the hot path, read by the watchdog's thread."""
 
-    __slots__ = ("_issued", "_phase", "action", "is_interrupted", "wait")
-
     def __init__(self) -> None:
         self.action = ""
         """The action of a pipeline that this rank runs, and its pipeline rank; "" outside of a batch."""

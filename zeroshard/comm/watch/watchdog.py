@@ -265,8 +265,8 @@ _SHORTEST_S = 0.001
 """The shortest timeout: to Gloo, 0 means no timeout."""
 _LONGEST_S = 0.5
 """Seconds after which a wait for an agreement checks for an alarm."""
-_SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
-"""The place in a backend's code that it puts before a message."""
+_SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*|Got the following error when running the callback: ")
+"""The place in a backend's code that it puts before a message, and futures of torch around one of a hook."""
 
 
 class Waits:

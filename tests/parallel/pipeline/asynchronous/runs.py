@@ -39,10 +39,7 @@ def square_loss(output, target):
     return (output.float() - target).square().mean()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.8, weight_decay=0.01)
-
-
+sgd = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.8, weight_decay=0.01)
 MAKERS = {
     "sgd": sgd,
     "plain sgd": functools.partial(torch.optim.SGD, lr=0.1),
