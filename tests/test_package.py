@@ -133,6 +133,50 @@ def test_the_package_and_the_help_of_its_commands_need_no_torch() -> None:
     assert report_of("light") == []
 
 
+def of_numbers() -> tuple[list[str], list[str]]:
+    """What estimates of numbers print, and the modules of others that they load."""
+    import contextlib
+    import io
+
+    import zeroshard
+    from zeroshard.cli.main import main
+
+    tokens = ("--precision", "bf16", "--tokens", "8192")
+    budget = (*tokens, "--recompute", "auto", "--memory-budget", "60GB", "--cluster", "8xH100")
+    fits = (*tokens, "--memory", "80GB", "--host", "1TiB", "--nvme", "4TiB")
+    lines = []
+    for options in ((), (*tokens, "--tp", "4", "--optimizer-bits", "8"), budget, fits, ("--lora", "16")):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main(["estimate", "7B", *options])
+        lines.append(out.getvalue() + err.getvalue())
+    lines.append(
+        repr(zeroshard.estimate(7e9, 8, {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}))
+    )
+    roots = {name.partition(".")[0] for name in sys.modules}
+    return lines, sorted(roots & {"torch", "transformers", "peft", "bitsandbytes"})
+
+
+def test_an_estimate_of_a_number_needs_no_torch_and_prints_what_it_prints_with_it() -> None:
+    import torch  # noqa: F401
+
+    lines, loaded = report_of("of_numbers")
+    assert loaded == []
+    assert lines == of_numbers()[0]
+    assert "settings that take at most" in lines[3]
+
+
+def test_configs_have_the_dtypes_of_torch_though_nobody_has_imported_it() -> None:
+    assert report_of("dtypes") == ["torch.bfloat16", "dtype"]
+
+
+def dtypes() -> list[str]:
+    import zeroshard
+
+    dtype = zeroshard.Config.parse({"precision": "bf16"}).precision.param_dtype
+    return [str(dtype), type(dtype).__name__]
+
+
 def test_type_checkers_see_the_names_that_are_imported_when_they_are_used() -> None:
     import zeroshard
 

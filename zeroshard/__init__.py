@@ -69,6 +69,8 @@ if not TYPE_CHECKING:  # to a type checker a name that is not imported above is 
             return import_module(f"{__name__}.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+        if name != "estimate":  # which needs torch for a model alone; configs have its dtypes
+            import_module("torch")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 

@@ -45,10 +45,8 @@ from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
-from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
+from zeroshard.plan.buffers import group, plan_units, read_setting
 from zeroshard.plan.names import Cast, find_ignored
-from zeroshard.plan.placement import DP_SHARD, place
-from zeroshard.plan.tiers import Tier, Tiers
 from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
@@ -226,37 +224,6 @@ def find_casts(
 
     collect(root)
     return casts
-
-
-def read_setting(
-    config: Config, sizes: Mapping[str, int], *, host_computes: bool = False, steps_by_parts: bool = False
-) -> Setting:
-    """Return the inputs of plans other than the parameters.
-
-    Args:
-        config: the config as it was given.
-        sizes: the number of ranks of each axis.
-        host_computes: True for ranks on the CPU, whose device is host memory.
-        steps_by_parts: True if the optimizer may step some parameters after others.
-    """
-    precision, offload = config.precision, config.offload
-    tiers = Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes)
-    travels = tiers.optimizer is not Tier.DEVICE
-    return Setting(
-        placements=place(config.stage, config.reshard_after_forward, sizes[DP_SHARD]),
-        dtypes=DtypePolicy(
-            param_dtype=precision.param_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            main_dtype=precision.main_dtype,
-        ),
-        sizes=sizes,
-        tiers=tiers,
-        device_fraction=offload.device_fraction,
-        host=Tier.DEVICE if host_computes else Tier.HOST,
-        steps_in_backward=config.steps_in_backward if travels else offload.step_in_backward or False,
-        steps_by_parts=steps_by_parts,
-        weights=config.pipeline.chosen_weights,
-    )
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

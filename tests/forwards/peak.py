@@ -1,6 +1,6 @@
 """The most bytes that are alive at a time."""
 
-from zeroshard.memory.activations import LiveBytes
+from zeroshard.forwards.dryrun import LiveBytes
 
 
 class Peak(LiveBytes):

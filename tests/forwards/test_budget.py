@@ -18,7 +18,7 @@ from tests.parallel.models import kind_of
 from tests.parallel.runs import compare, divided, plain
 from zeroshard.comm import streams
 from zeroshard.forwards.budget import PLANNED
-from zeroshard.memory.activations import LiveBytes
+from zeroshard.forwards.dryrun import LiveBytes
 
 WIDTH, BLOCKS, ROWS = 32, 6, 64
 

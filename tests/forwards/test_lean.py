@@ -15,8 +15,8 @@ from tests.parallel.models import build, kind_of, tokens_of
 from tests.parallel.runs import compare, divided, plain
 from zeroshard.config.sections import Config, Mlp
 from zeroshard.forwards import lean, tiled
+from zeroshard.forwards.dryrun import LiveBytes
 from zeroshard.forwards.lean import change_mlps
-from zeroshard.memory.activations import LiveBytes
 from zeroshard.sharding.context import Changes
 
 TOKENS, INNER = 32, 48

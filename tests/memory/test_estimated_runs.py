@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
+from zeroshard.forwards.dryrun import LiveBytes
 from zeroshard.hf.pretrained import with_codes
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.activations import LiveBytes, loss_of_tokens
+from zeroshard.memory.activations import loss_of_tokens
 from zeroshard.optim import AdamW8bit
 from zeroshard.planning.machine import CLUSTERS
 from zeroshard.planning.predict import Predictor

@@ -15,11 +15,12 @@ from tests.checkpoint import runs
 from tests.distributed.models import tiny
 from tests.distributed.training import caught, padded_size, square_loss, start
 from tests.ranks import on_ranks
-from zeroshard import CommReport, MemoryReport
+from zeroshard import CommReport, MemoryReport, estimate
 from zeroshard.memory import budget
 from zeroshard.memory.budget import check_budget, host_bytes_free, limits_of_groups
 from zeroshard.memory.report import measure_process
 from zeroshard.optim import AdamW8bit
+from zeroshard.tables import format_bytes
 
 
 @on_ranks(2)
@@ -44,6 +45,13 @@ def test_reports_have_the_fields_of_the_design_and_count_since_the_last_reset():
     assert 0 <= reset.elapsed_s < traffic.elapsed_s
     assert not any((*silent.calls.values(), *reset.calls.values(), *reset.bytes_sent.values()))
     assert not any(reset.waited_s.values())
+    expected = estimate(tiny(), 2, engine.config)
+    shown = {
+        row[0]: row[1:] for row in map(str.split, str(engine.memory_report(expected)).splitlines()) if row
+    }
+    assert shown["kind"] == ["bytes", "expected"]
+    assert shown["parameters"] == 2 * format_bytes(expected.parameters).split()
+    assert shown["process"][-1] == "-"  # nobody can foretell it
     assert (fresh.gradients, fresh.optimizer, fresh.peak_unsharded) == (0, 0, 0)
     assert memory.parameters == fresh.parameters == 4 * total / 2
     assert 0 < memory.gradients <= 4 * total / 2

@@ -7,7 +7,7 @@ import transformers
 import zeroshard
 from tests.distributed.training import ALL_STAGES
 from zeroshard import Config, Mesh
-from zeroshard.memory.activations import Sizes
+from zeroshard.memory.typical import Sizes
 
 CONFIG = {
     "hidden_size": 256,

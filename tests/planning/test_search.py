@@ -30,8 +30,8 @@ from zeroshard.planning import search as planning
 from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
-from zeroshard.planning.search import divisions, draw, explain, search, table
-from zeroshard.planning.timeline import RECOMPUTES, TIERS, Choice
+from zeroshard.planning.search import divisions, explain, search, table
+from zeroshard.planning.timeline import RECOMPUTES, TIERS, Choice, draw
 
 LENGTH = 64
 GPU = Machine(

@@ -14,7 +14,8 @@ from tests.ranks import on_ranks
 from tests.stores.tiers import BF16_MAIN, EARLY, FILES, OPTIMIZERS, WAYS, compare, offload, over, refuse_space
 from zeroshard.comm.streams import Streams
 from zeroshard.plan import pieces
-from zeroshard.stores.pieces import NUM_OTHERS, HostPieces, Parcel
+from zeroshard.plan.pieces import NUM_OTHERS
+from zeroshard.stores.pieces import HostPieces, Parcel
 from zeroshard.stores.store import TierMemory
 
 UNDIVIDED = {"replacing", "LAMB", "LARS", "Muon"}

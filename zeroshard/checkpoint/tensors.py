@@ -26,10 +26,10 @@ from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, split, whole
 from zeroshard.codec import Damage, naming_damage, typed
 from zeroshard.comm.mesh import Axes
-from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
+from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
-from zeroshard.plan.layout import BLOCK, Span
+from zeroshard.plan.layout import BLOCK, Span, num_blocks
 from zeroshard.plan.originals import counts
 from zeroshard.safetensors import fill
 from zeroshard.sharding.buffer import FlatBuffer

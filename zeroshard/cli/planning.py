@@ -20,21 +20,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product, zip_longest
 from textwrap import fill, wrap
-from typing import NamedTuple
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
+from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.hf.quantize import count_elements
-from zeroshard.memory.activations import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.memory.report import byte_rows
+from zeroshard.memory.tiered import byte_rows
+from zeroshard.memory.typical import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
-from zeroshard.planning.timeline import TIERS
+from zeroshard.planning.machine import read_cluster
+from zeroshard.planning.timeline import TIERS, draw
 from zeroshard.tables import format_bytes, format_count, render
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SHARE = 0.9
 """The part of a device that an estimate may take: tests hold activations to within 10 % of a measurement. And
@@ -60,11 +61,11 @@ class _Tried(NamedTuple):
         """Its place in the order."""
         config, found = self.config, self.estimate
         place = TIERS.index(self.tiers), config.recompute in RECOMPUTED, found.wire_bytes_per_step
-        precise = -self.bits, config.precision.main_dtype is torch.bfloat16
+        precise = -self.bits, config.precision.main_dtype == dtype_of("bfloat16")
         return *place, config.stage == 3, *precise, found.peak
 
     def __str__(self) -> str:
-        more = ["bf16 main parameters"] if self.config.precision.main_dtype is torch.bfloat16 else []
+        more = ["bf16 main parameters"] if self.config.precision.main_dtype == dtype_of("bfloat16") else []
         more += ["recompute"] if self.config.recompute in RECOMPUTED else []
         tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
         offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
@@ -81,7 +82,7 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
         for recompute in ((base.recompute,) if options.recompute or base.memory_budget else ("none", "unit"))
     ]
     sizes = (32, 8) if options.optimizer_bits is None else (options.optimizer_bits,)
-    mains = (None, torch.bfloat16) if options.precision == "bf16" else (None,)
+    mains = (None, dtype_of("bfloat16")) if options.precision == "bf16" else (None,)
     for (optimizer, parameters), (base, recompute), bits, main in product(TIERS, settings, sizes, mains):
         is_far, is_in_files = optimizer != "none", "nvme" in (optimizer, parameters)
         has_room = (options.host or not is_far) and (options.nvme or not is_in_files)
@@ -163,8 +164,6 @@ def estimate(options: EstimateOptions) -> None:
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
-                from zeroshard.planning.search import draw  # others need nothing of the planner
-
                 table += f"\n\n{name}: {_LEGEND}\n{draw(found.time_line)}"
     else:
         table, note = _fits(counted, configs, options), _ORDER
@@ -177,10 +176,8 @@ def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
     """Return the rates of the link to the host and back, in bytes per operation; None without one."""
     if cluster is None:
         return None
-    from zeroshard.planning.machine import read_cluster
-
-    machine, dtype = read_cluster(cluster).machine, config.precision.param_dtype or torch.float32
-    rate = machine.flops.get(str(dtype).removeprefix("torch."))
+    machine = read_cluster(cluster).machine
+    rate = machine.flops.get(show(config.precision.param_dtype or dtype_of("float32")))
     if not (rate and machine.to_host and machine.from_host):
         return None
     return machine.to_host / rate, machine.from_host / rate
@@ -272,7 +269,9 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
 
 
 def _about(model: nn.Module | int) -> str:
-    if isinstance(model, nn.Module):
+    if not isinstance(model, int):
+        from zeroshard.hf.quantize import count_elements  # a number needs no torch
+
         num, trained = (count_elements(model.parameters(), only_trainable=only) for only in (False, True))
         of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
         return f"{type(model).__name__} with {num:,} parameters{of_these}"
@@ -291,7 +290,8 @@ def _about(model: nn.Module | int) -> str:
 
 def _about_training(config: Config, options: EstimateOptions) -> str:
     precision = config.precision
-    computed, main = (show(dtype or torch.float32) for dtype in (precision.param_dtype, precision.main_dtype))
+    dtypes = precision.param_dtype, precision.main_dtype
+    computed, main = (show(dtype or dtype_of("float32")) for dtype in dtypes)
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"

@@ -13,12 +13,13 @@ from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
-import torch
-from torch import nn
-
+from zeroshard.config.dtypes import dtype_of, is_dtype
 from zeroshard.tables import parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 REFUSED: Any = object()
 
@@ -88,20 +89,34 @@ def _text(value: Any) -> Any:
 
 
 def _class_name(value: Any) -> Any:
-    return value.__name__ if isinstance(value, type) and issubclass(value, nn.Module) else _text(value)
+    if isinstance(value, type):
+        from torch import nn
+
+        return value.__name__ if issubclass(value, nn.Module) else REFUSED
+    return _text(value)
+
+
+def _predicate(value: Any) -> Any:
+    # A class or a module is callable too, but calling it would build or run something.
+    if not callable(value) or isinstance(value, type):
+        return REFUSED
+    from torch import nn
+
+    return REFUSED if isinstance(value, nn.Module) else value
 
 
 _DTYPES = {
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
-    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
-    **dict.fromkeys(("float64", "fp64", "double"), torch.float64),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16", "half"), "float16"),
+    **dict.fromkeys(("float32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("float64", "fp64", "double"), "float64"),
 }
 
 
 def _dtype(value: Any) -> Any:
-    is_named = isinstance(value, str | torch.dtype)
-    return _DTYPES.get(str(value).lower().removeprefix("torch."), REFUSED) if is_named else REFUSED
+    is_named = isinstance(value, str) or is_dtype(value)
+    name = _DTYPES.get(str(value).lower().removeprefix("torch.")) if is_named else None
+    return REFUSED if name is None else dtype_of(name)
 
 
 def _dtypes_by_name(value: Any) -> Any:
@@ -113,14 +128,14 @@ def _dtypes_by_name(value: Any) -> Any:
     return REFUSED if any(REFUSED in pair for pair in stored) else stored
 
 
-def parse_dtype(value: Any) -> torch.dtype:
+def parse_dtype(value: Any) -> "torch.dtype":
     """Return the floating-point dtype for a dtype or its name.
 
     Raises:
         ValueError: the value is neither.
     """
-    dtype = DTYPE.accept(value)
-    if not isinstance(dtype, torch.dtype):
+    dtype: torch.dtype = DTYPE.accept(value)
+    if dtype is REFUSED:
         raise ValueError(f"dtype: expected {DTYPE.expected}, got {value!r}")
     return dtype
 
@@ -138,6 +153,8 @@ def _memory(value: Any) -> Any:
 
 
 def _device(value: Any) -> Any:
+    import torch
+
     if not isinstance(value, str | torch.device):
         return REFUSED
     try:
@@ -160,7 +177,7 @@ BOOLEAN = instance(bool, "True or False")
 DTYPE = ValueRule("a dtype among bfloat16, float16, float32, float64", _dtype)
 MAIN_DTYPE = ValueRule(
     "a dtype among bfloat16, float32, float64",
-    lambda value: REFUSED if _dtype(value) is torch.float16 else _dtype(value),
+    lambda value: REFUSED if _dtype(value) == dtype_of("float16") else _dtype(value),
 )
 DTYPES_BY_NAME = ValueRule(
     "a dict of dtypes by names of parameters or modules, such as {'*.norm*': 'fp32', 'router': 'fp32'}, with "
@@ -177,11 +194,7 @@ TIER = choice("none", "cpu", "nvme")
 MODULE_NAMES = names_by("module names", _text)
 PATTERNS = names_by("parameter names, or patterns such as 'blocks.*.bias'", _text)
 FROZEN = either(choice("shard", "replicate"), PATTERNS)
-# A class or a module is callable too, but calling it would build or run something.
-_PREDICATE = ValueRule(
-    "a predicate that takes a module",
-    lambda value: value if callable(value) and not isinstance(value, type | nn.Module) else REFUSED,
-)
+_PREDICATE = ValueRule("a predicate that takes a module", _predicate)
 UNITS = either(names_by("class names (or module classes)", _class_name), _PREDICATE)
 SCHEDULE = either(
     choice(
@@ -281,7 +294,7 @@ def _rule_of(annotation: Any) -> ValueRule:
 def _plain(key: str, value: Any) -> Any:
     if callable(value):
         raise ValueError(f"config key '{key}': expected class names to write down, got {with_type(value)}")
-    if isinstance(value, torch.dtype):
+    if is_dtype(value):
         return show(value)
     if isinstance(value, Checked):
         return value.to_dict()

@@ -13,14 +13,18 @@ the dotted key, the expected value and the given one.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from zeroshard.config import checked
 from zeroshard.config.checked import Checked, Condition, Requirement, read_file
+from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
+
+if TYPE_CHECKING:
+    from torch import dtype as Dtype
+    from torch.nn import Module
+else:
+    Dtype = Module = object  # torch takes seconds to import, and the rules need no types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,24 +68,24 @@ class Precision(Checked):
 
     _prefix = "precision."
     _short = ", or a dtype such as 'bf16', which stands for param_dtype"
-    param_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
+    param_dtype: Annotated[Dtype | None, checked.DTYPE] = None
     """Dtype of parameters and float inputs in forward and backward. None: as the model has them."""
     overrides: Annotated[
-        Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None, checked.DTYPES_BY_NAME
+        Mapping[str, Dtype] | tuple[tuple[str, Dtype], ...] | None, checked.DTYPES_BY_NAME
     ] = None
     """Other dtypes in forward and backward, by names of parameters or modules; the first that fits holds.
 
     A module all of whose parameters have one gets its float inputs in it. None: param_dtype for all.
     """
-    reduce_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
+    reduce_dtype: Annotated[Dtype | None, checked.DTYPE] = None
     """Dtype in which gradients are summed over ranks. None: the compute dtype, but at least float32."""
-    main_dtype: Annotated[torch.dtype | None, checked.MAIN_DTYPE] = None
+    main_dtype: Annotated[Dtype | None, checked.MAIN_DTYPE] = None
     """Dtype of main parameters and their gradients.
 
     None: the model's, but at least float32. Optimizer states and updates have at least float32; updates of
     bfloat16 parameters are rounded stochastically.
     """
-    output_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
+    output_dtype: Annotated[Dtype | None, checked.DTYPE] = None
     """Dtype to which the model's float outputs are cast. None: they stay as they are."""
     loss_scale: Annotated[float | str | DynamicLossScale | None, _LOSS_SCALE] = None
     """Factor on the loss against underflow of float16 gradients.
@@ -95,8 +99,8 @@ class Precision(Checked):
         return checked.REFUSED if dtype is checked.REFUSED else cls(param_dtype=dtype)
 
     def _requirements(self) -> list[Requirement]:
-        half = self.param_dtype == torch.float16, "param_dtype", "float16"
-        has_halves = torch.float16 in dict(self.overrides or ()).values()
+        half = self.param_dtype == dtype_of("float16"), "param_dtype", "float16"
+        has_halves = dtype_of("float16") in dict(self.overrides or ()).values()
         return [
             (self.loss_scale is not None, "loss_scale", half),
             (has_halves, "overrides", half),  # else there would be no loss scale
@@ -131,6 +135,12 @@ class Offload(Checked):
     def _requirements(self) -> list[Requirement]:
         has_path = self.nvme_path is not None, "nvme_path", "a path"
         return [(getattr(self, tier) == "nvme", tier, has_path) for tier in ("optimizer", "parameters")]
+
+
+TILE_BYTES = 256 * 10**6
+"""The most bytes of the logits of a tile, with what is computed of them, for tiles="auto"."""
+ROW_BYTES = 8
+"""Bytes of a logit in a tile: in float32, and once more as its exponential or as its gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +238,7 @@ class Config(Checked):
     """
     micro_batch_size: Annotated[int, checked.integer(1)] = 1
     """Samples in a rank's micro-batch, for the DataLoader that `initialize` builds."""
-    units: Annotated[Sequence[str] | Callable[[nn.Module], bool] | None, checked.UNITS] = None
+    units: Annotated[Sequence[str] | Callable[[Module], bool] | None, checked.UNITS] = None
     """Modules that are gathered as one unit: class names or a predicate.
 
     None: repeated blocks are found.
@@ -284,7 +294,7 @@ class Config(Checked):
         not_auto = not is_auto[0], "recompute", "'none', 'lean' or 'unit'"
         regroups = not isinstance(self.reshard_after_forward, bool)
         not_half, unclipped, unjudged = unread = self._no_judgement()
-        not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
+        not_narrow = (self.precision.main_dtype != dtype_of("bfloat16"), "precision.main_dtype", _WIDE)
         of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
         offload, untraced = self.offload, (not self.pipeline.trace, "pipeline.trace", "False")
         return [
@@ -316,7 +326,7 @@ class Config(Checked):
     def _no_judgement(self) -> tuple[Condition, Condition, Condition]:
         """The settings with which a step reads no gradient before it begins."""
         return (
-            (self.precision.param_dtype != torch.float16, "precision.param_dtype", _NOT_HALF),
+            (self.precision.param_dtype != dtype_of("float16"), "precision.param_dtype", _NOT_HALF),
             (self.clip_grad_norm is None, "clip_grad_norm", "None"),
             (self.nonfinite == "report", "nonfinite", "'report'"),
         )
@@ -338,7 +348,7 @@ class Config(Checked):
             return []
         method, correction = pipeline.chosen_weights, pipeline.chosen_correction
         key = "pipeline.schedule" if pipeline.weights is None else "pipeline.weights"
-        wide = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
+        wide = (self.precision.main_dtype != dtype_of("bfloat16"), "precision.main_dtype", _WIDE)
         tiers = ("offload.optimizer", self.offload.optimizer), ("offload.parameters", self.offload.parameters)
         near = [(tier == "none", name, "'none'") for name, tier in tiers]
         not_ignored = (not self.ignored, "ignored", "None")

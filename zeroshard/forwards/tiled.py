@@ -19,12 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeroshard.config.sections import ROW_BYTES as ROW_BYTES
+from zeroshard.config.sections import TILE_BYTES
 from zeroshard.plan.layout import Span
-
-TILE_BYTES = 256 * 10**6
-"""The most bytes of the logits of a tile, with what is computed of them."""
-ROW_BYTES = 8
-"""Bytes of a logit in a tile: in float32, and once more as its exponential or as its gradient."""
 
 
 class Row(NamedTuple):

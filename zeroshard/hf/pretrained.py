@@ -15,7 +15,7 @@ from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.hf.quantize import quantize, read_quantization
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
-from zeroshard.memory.activations import typical_sizes
+from zeroshard.memory.typical import typical_sizes
 from zeroshard.safetensors import FileTensor, find_tensors
 
 

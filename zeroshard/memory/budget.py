@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.assemble import read_setting
 from zeroshard.comm import streams
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.optim.adopted import num_bits, rule_of
-from zeroshard.plan.buffers import plan_units
+from zeroshard.plan.buffers import plan_units, read_setting
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.parts import is_known

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config, Mesh
 from zeroshard.forwards.keeping import Interval, Link
-from zeroshard.forwards.quantized import num_scale_bytes
-from zeroshard.memory.activations import (
-    RECOMPUTED,
-    DryRun,
-    LossOf,
-    Sizes,
-    dry_run,
-    has_plan,
-    loss_of_tokens,
-    typical_sizes,
-    without_memory,
-)
-from zeroshard.memory.report import STATES, ModelStates, byte_rows
-from zeroshard.memory.tiered import States, bytes_on_tiers, peak_unsharded_bytes, wire_bytes
-from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.part import take_part
-from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.schedules import with_schedule
-from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.styles import Plan
+from zeroshard.memory import tiered
+from zeroshard.memory.tiered import STATES, ModelStates, States, byte_rows
+from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, TypicalModel, has_plan, typical_sizes
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.buffers import Setting, UnitPlan, plan_units
-from zeroshard.plan.originals import Original
+from zeroshard.plan.buffers import Setting, read_setting
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
 from zeroshard.plan.tiers import Tier
-from zeroshard.plan.units import UnitSpec
 from zeroshard.tables import LINE, format_bytes, render
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zeroshard.forwards.dryrun import LossOf
+    from zeroshard.memory.activations import ModelWithoutMemory
+    from zeroshard.parallel.tensor.styles import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +90,7 @@ def estimate(
 
     Args:
         model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters, taken
-            as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.activations`.
+            as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.typical`.
         world_size: number of ranks.
         config: stage, precision, units, accumulation, prefetch, mesh, pipeline, tiers. With recompute="auto"
             a `memory_budget` in bytes says which units recompute; no activations go to the host.
@@ -117,7 +100,7 @@ def estimate(
         num_tokens: tokens of a micro-batch of a rank, of one sample, or (samples, length), for the
             activations and the bytes that tensor ranks exchange; 0 leaves both out. The forward and the
             backward of a causal language model of transformers run without memory, and for a number of
-            parameters formulas hold: see `zeroshard.memory.activations`. Not for a pipeline, whose ranks hold
+            parameters formulas hold: see `zeroshard.memory.typical`. Not for a pipeline, whose ranks hold
             several micro-batches.
         loss_of: computes the loss of a micro-batch of any other model, in place of `num_tokens`. It is called
             with a copy of the model on the meta device, where tensors are made, too.
@@ -159,14 +142,15 @@ class Counted:
         shape = num_tokens if isinstance(num_tokens, tuple) else (1, num_tokens)
         if any(type(num) is not int or num < 0 for num in shape):
             raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
-        self._num_tokens, self._tp_plan, self._loss_of = math.prod(shape), tp_plan, loss_of
-        self._runs: dict[str, DryRun] = {}
-        if not isinstance(model_or_num_params, nn.Module):
-            self._model: nn.Module | Sizes = typical_sizes(_checked_number(model_or_num_params))
+        self._model: TypicalModel | ModelWithoutMemory
+        num, model = math.prod(shape), model_or_num_params
+        if isinstance(model, int | float) or not hasattr(model, "parameters"):
+            self._model = TypicalModel(typical_sizes(_checked_number(model)), num)
         else:
-            self._model = model_or_num_params
-            if loss_of is None and self._num_tokens:
-                self._loss_of = loss_of_tokens(shape)
+            from zeroshard.memory import activations  # a number needs no torch
+
+            loss_of = activations.loss_of_tokens(shape) if loss_of is None and num else loss_of
+            self._model = activations.ModelWithoutMemory(model, loss_of, tp_plan)
 
     def on(
         self,
@@ -188,58 +172,20 @@ class Counted:
                 "`zeroshard plan` counts the versions of weights, and engine.memory_report() measures their "
                 "bytes"
             )
-        if config.mesh.pp > 1 and (self._loss_of is not None or self._num_tokens):
+        if config.mesh.pp > 1 and self._model.has_activations:
             raise ValueError(
                 f"num_tokens, loss_of: expected mesh.pp=1 for activations, got {config.mesh.pp}. Of a "
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        usage, states = self.usage(config, setting)._replace(link=self._link), States(bits=optimizer_bits)
-        found = (
-            estimate_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting)
+        usage, states = (
+            self._model.usage(config, setting)._replace(link=self._link),
+            States(bits=optimizer_bits),
         )
-        return max(found, key=lambda one: one.peak)
-
-    def _planned(self, config: Config, setting: Setting) -> Iterator[RankUnits]:
-        """Yield what each pipeline rank holds; the model does not change."""
-        model = self._model
-        if isinstance(model, Sizes):
-            yield _plan_number(model, config, setting), 0
-        elif config.mesh.pp == 1:
-            yield self._units_of(model, specify_units(model, config), config, setting)
-        elif config.pipeline.trace:
-            raise ValueError(
-                "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected "
-                "False"
-            )
-        else:
-            cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
-            for rank in range(config.mesh.pp):
-                whole = without_memory(model)
-                part = take_part(Chunked(whole), with_schedule(config, cut.schedule), cut, rank)
-                specs = part.named(specify_units(whole, part.narrowed))
-                yield self._units_of(whole, specs, part.narrowed, setting)
-
-    def _units_of(
-        self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, setting: Setting
-    ) -> RankUnits:
-        tp, is_sequence = setting.sizes[TP], config.mesh.sequence
-        divided = plan_division(model, specs, self._tp_plan, tp, by_sequence=is_sequence).specs
-        return plan_units(divided, setting), sum(map(num_scale_bytes, model.modules()))
-
-    def usage(self, config: Config, setting: Setting) -> DryRun:
-        """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
-        model, num = self._model, self._num_tokens
-        if isinstance(model, Sizes) and num:
-            held, sent = model.bytes_held(num, config), model.bytes_sent(num, config)
-            return DryRun(held, sent, model.units(num, config))
-        if isinstance(model, Sizes) or self._loss_of is None:
-            return DryRun()
-        ways = config.recompute, has_plan(config), config.loss, config.mlp
-        key = repr((config.precision, ways, config.mesh, config.units, config.ignored))
-        if key not in self._runs:
-            self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
-        return self._runs[key]
+        ranks = self._model.planned(config, setting)
+        return max(
+            (estimate_of_rank(own, setting, config, states, usage) for own in ranks), key=lambda one: one.peak
+        )
 
 
 def estimate_of_rank(
@@ -256,19 +202,19 @@ def estimate_of_rank(
     units, scales = own
     steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
-    tiers = bytes_on_tiers(units, setting, steps, states)
+    tiers = tiered.bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
     found = Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer + device.buffers,
         unsharded=0,
-        peak_unsharded=peak_unsharded_bytes(units, together),
+        peak_unsharded=tiered.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
         nvme=tiers[Tier.DISK].total,
         scales=scales,
         activations=usage.peak,
-        wire_bytes_per_step=wire_bytes(units, setting, steps) + usage.sent * steps,
+        wire_bytes_per_step=tiered.wire_bytes(units, setting, steps) + usage.sent * steps,
     )
     if not usage.units or config.recompute not in RECOMPUTED:
         return found
@@ -286,12 +232,6 @@ def _checked_number(given: object) -> int:
 
 
 # ---------------------------------------------------------------------------------- the units of ranks
-
-
-_CPU = torch.device("cpu")
-
-RankUnits = tuple[list[UnitPlan], int]
-"""The units of a pipeline rank, the root first; and bytes of quantized weights other than their codes."""
 
 
 def setting_of(config: Config, world_size: int, *, host_computes: bool, mesh: Mesh | None = None) -> Setting:
@@ -317,25 +257,3 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool, mesh: Me
         return setting
     # A pipeline reduces gradients once a batch, at each stage.
     return replace(setting, placements=replace(setting.placements, gradient=SUMMANDS))
-
-
-def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[UnitPlan]:
-    """Plan the units of a typical model: the root, which holds a tied table, the table, blocks, the head.
-
-    Raises:
-        ValueError: a pipeline or dtypes by name, which need the names of a model.
-    """
-    if config.precision.overrides or config.mesh.pp > 1:
-        raise ValueError(
-            "precision.overrides, mesh.pp > 1: expected a model, whose parameters and blocks have names, got "
-            "a number of parameters"
-        )
-    tp = setting.sizes[TP]
-    table, blocks = -(-sizes.embedding // tp), [-(-block // tp) for block in sizes.blocks]
-    nums = [table, *blocks] if sizes.is_tied else [0, table, *blocks, table]
-    specs = []
-    for number, num in enumerate(nums):
-        weight = nn.Parameter(torch.empty(num, device="meta"))
-        module = nn.Embedding(1, 1) if number == 1 and not sizes.is_tied else nn.Module()
-        specs.append(UnitSpec(str(number or ""), module, [Original(weight, "", ())] if num else []))
-    return plan_units(specs, setting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
+from zeroshard.memory.tiered import STATES, ModelStates, byte_rows
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import TierMemory
@@ -70,40 +71,6 @@ def _peak_rss() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelStates:
-    """Bytes of a rank by kind. The first five are on the device."""
-
-    parameters: int
-    """Main parameters, and replicated parameters in the compute dtype."""
-    gradients: int
-    """Gradients for the optimizer, and sums that are not reduced yet."""
-    optimizer: int
-    """Optimizer states, and the state of a gradient hook, such as errors."""
-    unsharded: int
-    """Full parameters that are gathered for a forward or backward only."""
-    peak_unsharded: int
-    """The largest `unsharded` since the engine was made or `reset_memory_report()`."""
-    host: int = 0
-    """Host memory for offloaded values, with the buffers that are kept for the next step."""
-    pinned: int = 0
-    """The part of `host` that is pinned."""
-    nvme: int = 0
-    """Values that are offloaded to NVMe."""
-    averages: int = 0
-    """Moving averages of parameters, on the device."""
-    scales: int = 0
-    """Scales and code tables of quantized weights, on the device; `parameters` has the codes."""
-    peak_versions: int = 0
-    """The most bytes of weights of other ages that an asynchronous pipeline holds in a batch."""
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device: parameters, scales, gradients, optimizer states, averages, and `unsharded`."""
-        trained = self.gradients + self.optimizer + self.averages
-        return self.parameters + self.scales + trained + self.unsharded
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryReport(ProcessMemory, ModelStates):
     """Bytes of this rank: model states by kind, and the whole process, which has its activations too."""
 
@@ -112,24 +79,22 @@ class MemoryReport(ProcessMemory, ModelStates):
     num_ranks: int
     device: str
     """The device of this rank, such as "cuda:0"."""
+    expected: ModelStates | None = None
+    """What `zeroshard.estimate` had said before, if that was given: a column of the table."""
 
     def __str__(self) -> str:
-        states = byte_rows([self], STATES | {"gathered": "unsharded"})
-        rows = [*states, LINE, ("total", format_bytes(self.total)), LINE, *byte_rows([self], _OTHERS)]
+        columns: dict[str, ModelStates] = {"bytes": self}
+        columns |= {} if self.expected is None else {"expected": self.expected}
+        reports = columns.values()
+        states = byte_rows(reports, STATES | {"gathered": "unsharded"})
+        rows = [*states, LINE, *byte_rows(reports, {"total": "total"}), LINE, *byte_rows(reports, _OTHERS)]
         title = f"memory of rank {self.rank} of {self.num_ranks}, now, on {self.device}"
-        return render(title, ("kind", "bytes"), rows)
+        return render(title, ("kind", *columns), rows)
 
 
-STATES = {
-    "parameters": "parameters",
-    "scales of codes": "scales",
-    "gradients": "gradients",
-    "optimizer states": "optimizer",
-    "averages": "averages",
-}
-"""The fields of a report or an estimate by their names in a table."""
 _OTHERS = {
     "gathered at the peak": "peak_unsharded",
+    "activations": "activations",
     "versions of weights at the peak": "peak_versions",
     "on the host": "host",
     "on the host, pinned": "pinned",
@@ -142,16 +107,12 @@ _OTHERS = {
 }
 
 
-def byte_rows(reports: Collection[ModelStates], fields: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row of bytes, a cell for each report, for each field that one of them has."""
-    for name, field in fields.items():
-        counts = [getattr(report, field) for report in reports]
-        if any(counts):
-            yield name, *map(format_bytes, counts)
+def memory_report(engine: Engine, expected: ModelStates | None = None) -> MemoryReport:
+    """Measured bytes of this rank: model states by kind, each storage once, and the process.
 
-
-def memory_report(engine: Engine) -> MemoryReport:
-    """Measured bytes of this rank: model states by kind, each storage once, and the process."""
+    Args:
+        expected: what `zeroshard.estimate` says of the model; the table shows it, too.
+    """
     method = None if engine._pipeline is None else engine._pipeline.method
     peak = 0 if method is None else method.peak_bytes
     runtime, context = engine._runtime, engine._runtime.context
@@ -182,6 +143,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         rank=context.axes.world.rank,
         num_ranks=context.axes.world.size,
         device=str(context.device),
+        expected=expected,
         **asdict(measure_process(context.device)),
     )
 

@@ -4,22 +4,72 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE, num_blocks
 from zeroshard.plan import pieces
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.exchange import Collective, Exchange
+from zeroshard.plan.layout import MIN_8BIT_SIZE, num_blocks
 from zeroshard.plan.placement import DP_SHARD, SUMMANDS
 from zeroshard.plan.tiers import Tier
-from zeroshard.stepping.early import MOST_UNDER_WAY
-from zeroshard.stores.pieces import NUM_OTHERS, most_ahead
+from zeroshard.tables import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes of a rank by kind. The first five are on the device."""
+
+    parameters: int
+    """Main parameters, and replicated parameters in the compute dtype."""
+    gradients: int
+    """Gradients for the optimizer, and sums that are not reduced yet."""
+    optimizer: int
+    """Optimizer states, and the state of a gradient hook, such as errors."""
+    unsharded: int
+    """Full parameters that are gathered for a forward or backward only."""
+    peak_unsharded: int
+    """The largest `unsharded` since the engine was made or `reset_memory_report()`."""
+    host: int = 0
+    """Host memory for offloaded values, with the buffers that are kept for the next step."""
+    pinned: int = 0
+    """The part of `host` that is pinned."""
+    nvme: int = 0
+    """Values that are offloaded to NVMe."""
+    averages: int = 0
+    """Moving averages of parameters, on the device."""
+    scales: int = 0
+    """Scales and code tables of quantized weights, on the device; `parameters` has the codes."""
+    peak_versions: int = 0
+    """The most bytes of weights of other ages that an asynchronous pipeline holds in a batch."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device: parameters, scales, gradients, optimizer states, averages, and `unsharded`."""
+        trained = self.gradients + self.optimizer + self.averages
+        return self.parameters + self.scales + trained + self.unsharded
+
+
+STATES = {
+    "parameters": "parameters",
+    "scales of codes": "scales",
+    "gradients": "gradients",
+    "optimizer states": "optimizer",
+    "averages": "averages",
+}
+"""The fields of a report or an estimate by their names in a table."""
+
+
+def byte_rows(reports: Collection[ModelStates], fields: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of bytes, a cell for each report, for each field that one of them has."""
+    for name, field in fields.items():
+        counts = [getattr(report, field, None) for report in reports]
+        if any(counts):
+            yield name, *("-" if count is None else format_bytes(count) for count in counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +135,7 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     if not is_early:
         return sum(each)
     # Of the units that are stepped or wait for it, and of the unit that is reduced.
-    num_units = 1 + (1 if setting.host is Tier.DEVICE else MOST_UNDER_WAY)
+    num_units = 1 + (1 if setting.host is Tier.DEVICE else pieces.MOST_UNDER_WAY)
     return sum(sorted(each)[-num_units:])
 
 
@@ -105,7 +155,7 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
             parts.append(num_bytes * min(sum(together), buffer.main_size) // max(1, sum(together)))
     largest = max(parts, default=0)
     num_ahead = max((num for unit, num in numbers.items() if unit), default=1) if states.num else 1
-    return (NUM_OTHERS + most_ahead(num_ahead, largest)) * largest
+    return (pieces.NUM_OTHERS + pieces.most_ahead(num_ahead, largest)) * largest
 
 
 def _bytes_of_a_step(buffer: BufferPlan, setting: Setting, states: States, num: int, index: int) -> int:
@@ -136,8 +186,12 @@ def _bytes_of_a_state(buffer: BufferPlan, num: Any, whole: int, states: States) 
     if states.bits == 32:
         return num * buffer.wide_dtype.itemsize
     if whole < MIN_8BIT_SIZE:
-        return num * torch.float32.itemsize
-    return num + num_blocks(num) * torch.float32.itemsize
+        return num * _SCALE
+    return num + num_blocks(num) * _SCALE
+
+
+_SCALE = 4
+"""Bytes of the scale of a block, and of a state that is not quantized: both are float32."""
 
 
 # ------------------------------------------------------------------------ bytes of buffers, and on the wire

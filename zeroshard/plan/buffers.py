@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
+from zeroshard.config.dtypes import widened
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.plan.exchange import Exchange, exchanges
 from zeroshard.plan.layout import Layout, Span
-from zeroshard.plan.originals import Original, computes_in_own_dtype, is_packed
-from zeroshard.plan.placement import (
-    DP_REPLICATE,
-    DP_SHARD,
-    TP,
-    Placement,
-    Placements,
-)
+from zeroshard.plan.originals import Original, computes_in_own_dtype, is_packed, is_table
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP, Placement, Placements, place
 from zeroshard.plan.tiers import Tier, Tiers
-from zeroshard.plan.units import UnitSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from zeroshard.config.sections import Config
+    from zeroshard.plan.units import UnitSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +105,7 @@ class BufferPlan:
     @property
     def wide_dtype(self) -> torch.dtype:
         """The main dtype, at least float32, but for codes; optimizer states, updates and sums have it."""
-        return self.main_dtype if self.is_packed else torch.promote_types(self.main_dtype, torch.float32)
+        return self.main_dtype if self.is_packed else widened(self.main_dtype)
 
     @property
     def travels(self) -> bool:
@@ -170,6 +168,37 @@ class UnitPlan:
         return is_root or ends_forward or not is_needed or not placements.kept
 
 
+def read_setting(
+    config: Config, sizes: Mapping[str, int], *, host_computes: bool = False, steps_by_parts: bool = False
+) -> Setting:
+    """Return the inputs of plans other than the parameters.
+
+    Args:
+        config: the config as it was given.
+        sizes: the number of ranks of each axis.
+        host_computes: True for ranks on the CPU, whose device is host memory.
+        steps_by_parts: True if the optimizer may step some parameters after others.
+    """
+    precision, offload = config.precision, config.offload
+    tiers = Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes)
+    travels = tiers.optimizer is not Tier.DEVICE
+    return Setting(
+        placements=place(config.stage, config.reshard_after_forward, sizes[DP_SHARD]),
+        dtypes=DtypePolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            main_dtype=precision.main_dtype,
+        ),
+        sizes=sizes,
+        tiers=tiers,
+        device_fraction=offload.device_fraction,
+        host=Tier.DEVICE if host_computes else Tier.HOST,
+        steps_in_backward=config.steps_in_backward if travels else offload.step_in_backward or False,
+        steps_by_parts=steps_by_parts,
+        weights=config.pipeline.chosen_weights,
+    )
+
+
 def lie_in_files(plans: Iterable[BufferPlan]) -> bool:
     """True if optimizer states of any of these buffers rest in files."""
     return any(plan.state_tier is Tier.DISK for plan in plans)
@@ -184,9 +213,7 @@ def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
     for spec, tiers in zip(specs, tiers_of_units(sizes, trained, setting), strict=True):
         own = replace(setting, tiers=tiers)
         buffers = tuple(plan_buffer(originals, own) for originals in group(spec.originals, setting.dtypes))
-        # The backward of an embedding needs the indices alone.
-        is_saved = type(spec.module) is not nn.Embedding
-        plans.append(UnitPlan(spec.name, buffers, is_saved, spec.reason))
+        plans.append(UnitPlan(spec.name, buffers, not is_table(spec.module), spec.reason))
     return plans
 
 
@@ -239,7 +266,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     placements, sizes = originals[0].placements or setting.placements, setting.sizes
     summands = originals[0].summands
     compute = dtypes.param_dtype or first.dtype
-    wide = torch.promote_types(first.dtype, torch.float32)
+    wide = widened(first.dtype)
     main = (dtypes.main_dtype or wide) if first.requires_grad else compute
     main_place = placements.optimizer if first.requires_grad else placements.parameter
     gathers = exchanges(main_place, {}, sizes)
@@ -259,7 +286,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         trainable=first.requires_grad,
         compute_dtype=compute,
         main_dtype=main,
-        reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
+        reduce_dtype=dtypes.reduce_dtype or widened(compute),
         is_resident=not (is_freed or has_versions),
         is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
         is_packed=is_packed(first),

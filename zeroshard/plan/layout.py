@@ -19,11 +19,18 @@ from itertools import accumulate
 
 BLOCK = 256
 """Elements that are never cut by a shard boundary: a block of 8-bit optimizer states."""
+MIN_8BIT_SIZE = 4096
+"""Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""
 
 
 def round_up(count: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
+
+
+def num_blocks(num: int) -> int:
+    """The number of blocks of `num` elements; the last block may be cut short."""
+    return -(-num // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

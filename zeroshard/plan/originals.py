@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from typing import TYPE_CHECKING
 
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.placement import SUMMANDS, Placed, Placements
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +37,23 @@ class Original:
     @property
     def shape(self) -> torch.Size:
         """The shape of what this rank computes with."""
-        return self.parameter.shape if self.cut is None else torch.Size(self.cut.local_shape)
+        return self.parameter.shape if self.cut is None else _size(self.cut.local_shape)
 
     @property
     def whole_shape(self) -> torch.Size:
         """The shape of the parameter of the model."""
-        return self.parameter.shape if self.cut is None else torch.Size(self.cut.shape)
+        return self.parameter.shape if self.cut is None else _size(self.cut.shape)
 
     @property
     def numel(self) -> int:
         """Elements of what this rank computes with."""
-        return self.shape.numel()
+        return math.prod(self.shape)
+
+
+def _size(shape: Sequence[int]) -> torch.Size:
+    import torch  # with a model; an estimate of a number comes without
+
+    return torch.Size(shape)
 
 
 def is_coded(parameter: Tensor) -> bool:
@@ -65,7 +74,16 @@ def is_packed(parameter: Tensor) -> bool:
 
 def computes_in_own_dtype(module: nn.Module) -> bool:
     """True for torch's BatchNorm: its inputs and parameters are not cast."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
     return isinstance(module, _BatchNorm)
+
+
+def is_table(module: nn.Module) -> bool:
+    """True for torch's Embedding, whose backward needs the indices alone."""
+    from torch import nn
+
+    return type(module) is nn.Embedding
 
 
 def counts(original: Original, tp_rank: int, pp_rank: int | None = None) -> bool:

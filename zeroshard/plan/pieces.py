@@ -13,6 +13,12 @@ from zeroshard.plan.layout import BLOCK, Span, round_up
 
 NEAR_BYTES = 64 << 20
 """The most bytes of main parameters, or of averages, that travel together for a step."""
+NUM_OTHERS = 2
+"""The pieces that are not read ahead: one is stepped, one is written."""
+MOST_BYTES = 1 << 30
+"""The most bytes of all pieces, if several parcels are read ahead."""
+MOST_UNDER_WAY = 2
+"""Units whose gradients exist on a device while another unit is reduced, as compute comes later."""
 
 
 def most_elements(plan: BufferPlan) -> int:
@@ -50,3 +56,13 @@ def cut(size: int, most: int) -> list[Span]:
     """
     step = round_up(-(-size // max(1, -(-size // most))), BLOCK) if size else 1
     return [Span(start, min(size, start + step)) for start in range(0, size, step)]
+
+
+def most_ahead(num: int, largest: int) -> int:
+    """Return the number of parcels that are read ahead.
+
+    Args:
+        num: the number that is asked for, at least 1.
+        largest: the bytes of the largest parcel.
+    """
+    return max(1, min(num, MOST_BYTES // max(1, largest) - NUM_OTHERS))

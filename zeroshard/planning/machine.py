@@ -14,14 +14,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from zeroshard.comm import streams
-from zeroshard.comm.streams import Stopwatch
-from zeroshard.forwards.budget import measure_link
-from zeroshard.memory.budget import host_bytes_free
+if TYPE_CHECKING:
+    from zeroshard.comm.streams import Stopwatch
 
 _BYTES = 1 << 28
 """Bytes of a copy, and of the file."""
@@ -62,6 +58,13 @@ def measure_machine(folder: Path | None = None) -> Machine:
     Raises:
         OSError: the file cannot be made, written or read.
     """
+    import torch  # rates of a cluster by its name need none of it
+
+    from zeroshard.comm import streams
+    from zeroshard.comm.streams import Stopwatch
+    from zeroshard.forwards.budget import measure_link
+    from zeroshard.memory.budget import host_bytes_free
+
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     has_streams = streams.has_streams(device)
     width = _WIDTHS.get(device.type, 8192)
@@ -93,12 +96,12 @@ def measure_machine(folder: Path | None = None) -> Machine:
         flops=flops,
         bandwidth=rate(2 * _BYTES, lambda: other.copy_(near)),
         **links,
-        **({} if folder is None else _disk_rates(folder)),
+        **({} if folder is None else _disk_rates(folder, Stopwatch(torch.device("cpu")))),
     )
 
 
-def _disk_rates(folder: Path) -> dict[str, float]:
-    watch, block = Stopwatch(torch.device("cpu")), bytes(1 << 20)
+def _disk_rates(folder: Path, watch: Stopwatch) -> dict[str, float]:
+    block = bytes(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder) as file, open(file.name, "r+b", buffering=0) as raw:
         with watch:
             for _ in range(_BYTES // len(block)):

@@ -27,10 +27,12 @@ import torch
 from zeroshard.assemble import specify_units
 from zeroshard.config.sections import Config, Mesh
 from zeroshard.forwards.budget import SHARE
+from zeroshard.forwards.dryrun import without_memory
 from zeroshard.forwards.keeping import Interval
-from zeroshard.memory.activations import DryRun, without_memory
-from zeroshard.memory.estimate import Counted, Estimate, estimate_of_rank, setting_of
+from zeroshard.memory.activations import ModelWithoutMemory
+from zeroshard.memory.estimate import Estimate, estimate_of_rank, setting_of
 from zeroshard.memory.tiered import States, bytes_sent, gradient_bytes, parameter_bytes
+from zeroshard.memory.typical import DryRun
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import require_handed_on
@@ -101,7 +103,7 @@ class Predictor:
         self.profiles = functools.cache(count) if timed is None else timed.__getitem__
         self.profile = functools.cache(lambda tp, num: profile_of(self.profiles(tp), num))
         self._counted = functools.cache(
-            lambda num: Counted(subject.model, loss_of=subject.loss_of(num), tp_plan=subject.tp_plan)
+            lambda num: ModelWithoutMemory(subject.model, subject.loss_of(num), subject.tp_plan)
         )
         self.cut, self.rows = functools.cache(self._cut), functools.cache(self._rows)
         self.specs = functools.cache(self._specs)

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.comm import streams
 from zeroshard.config.sections import Config
-from zeroshard.internals import pytree
-from zeroshard.internals.nested import find_tensors
-from zeroshard.memory.activations import FusedAttention, LiveBytes, LossOf, OneOfMany, prepared
+from zeroshard.forwards.dryrun import FLOPS, TRAFFIC, LossOf, Trace
+from zeroshard.memory.activations import ModelWithoutMemory, prepared
 from zeroshard.memory.estimate import setting_of
 from zeroshard.parallel.pipeline.chunked import outline_of
-from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
@@ -61,6 +58,11 @@ def names_in_order(model: nn.Module) -> Sequence[str]:
         return outline_of(model).names
     except (ValueError, NotImplementedError):  # of transformers, for a model without an embedding
         return ()
+
+
+def rows(model: nn.Module, specs: Sequence[UnitSpec]) -> dict[str, nn.Module]:
+    """Return the modules that have a row in a profile: the units, the root first, and parts of the root."""
+    return {spec.name: spec.module for spec in specs} | parts_of_root(model, specs)
 
 
 def parts_of_root(model: nn.Module, specs: Sequence[UnitSpec]) -> dict[str, nn.Module]:
@@ -111,59 +113,6 @@ def profile_of(profiles: Profiles, samples: int) -> UnitProfiles:
     return UnitProfiles(high.names, *values)._replace(calls=high.calls)
 
 
-class _Trace:
-    """Gives each change of some counters to the row in whose forward or backward it happens.
-
-    What is in no other row, such as the loss, is the root's.
-
-    Args:
-        model: the model.
-        specs: its units, the root first.
-        read: the counters now.
-    """
-
-    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec], read: Callable[[], Any]) -> None:
-        self.modules = {spec.name: spec.module for spec in specs} | parts_of_root(model, specs)
-        self._read, self._names = read, list(self.modules)
-        self.given = dict.fromkeys(self._names, 0)
-        for name, module in list(self.modules.items())[1:]:
-            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            module.register_forward_hook(self._leave)
-
-    def run(self, loss_of: Callable[[], Tensor]) -> None:
-        """Run a forward and a backward; `both` then has what has happened in each, by unit."""
-        self._last = self._read()
-        self.both = [{name: np.zeros(len(self._last)) for name in self._names} for _ in range(2)]
-        self._into, self._within = self.both[0], self._names[:1]
-        loss = loss_of()
-        self._note()
-        self._into = self.both[1]
-        loss.backward()
-        self._note()
-
-    def _note(self) -> None:
-        now = self._read()
-        self._into[self._within[-1]] += now - self._last
-        self._last = now
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note()
-        self._within.append(name)
-        inputs = (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-        self.given[name] = sum(one.nbytes for one in inputs if one.requires_grad)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._note()
-        name = self._within.pop()
-        for one in find_tensors(output)[0]:
-            if one.requires_grad:
-                one.register_hook(partial(self._begin_backward_of, name))
-
-    def _begin_backward_of(self, name: str, gradient: Tensor) -> None:
-        self._note()
-        self._within[-1] = name
-
-
 def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> UnitProfiles:
     """Return the profile of a micro-batch on a machine that is not there, without memory.
 
@@ -174,34 +123,16 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
     dtype = str(config.precision.param_dtype or torch.float32).removeprefix("torch.")
     if dtype not in machine.flops:
         raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
-    with torch.random.fork_rng(devices=[]):
-        over = OneOfMany(tp)
-        runs, specs = prepared(subject.model, config, setting, subject.tp_plan, over)
-        work, attention = LiveBytes([*runs.parameters(), *runs.buffers()]), FusedAttention()
-
-        def read() -> Any:
-            own = work.flops, attention.products, work.traffic, work.now, over.sent, over.calls
-            return np.array(own, dtype=float)
-
-        trace = _Trace(runs, specs, read)
-        assumed = Assumed()  # type: ignore[no-untyped-call]
-        try:
-            with torch.device("meta"), torch.enable_grad(), attention, assumed, work:
-                trace.run(lambda: subject.loss_of(samples)(runs))
-        except Exception as error:  # of any kind, as the model and the loss are the user's
-            raise ValueError(
-                f"{type(subject.model).__name__} cannot be planned: its forward and backward run without "
-                f"memory, and raise {type(error).__name__}: {error}"
-            ) from error
-    rate, names = machine.flops[dtype] * cluster.efficiency, list(trace.modules)
-    first, second = (np.array([own[name] for name in names]).T for own in trace.both)
+    model = ModelWithoutMemory(subject.model, subject.loss_of(samples), subject.tp_plan)
+    counts, rate = model.trace(config, setting, rows).rows, machine.flops[dtype] * cluster.efficiency
+    first, second = np.array([(row.forward, row.backward) for row in counts.values()]).transpose(1, 2, 0)
     flops, products, traffic, saved, sent, calls = first
     return UnitProfiles(
-        names,
+        list(counts),
         forward=(flops + products) / rate + traffic / machine.bandwidth,
-        backward=(second[0] + 2 * products) / rate + second[2] / machine.bandwidth,
+        backward=(second[FLOPS] + 2 * products) / rate + second[TRAFFIC] / machine.bandwidth,
         saved=np.maximum(0, saved),
-        given=np.array([trace.given[name] for name in names]),
+        given=np.array([row.given for row in counts.values()]),
         sent=sent,
         calls=calls,
         products=flops + products,
@@ -235,15 +166,16 @@ def time_units(subject: Subject, over: Activations, device: torch.device) -> Cal
             torch.accelerator.synchronize(device)
         return np.array([time.perf_counter()])
 
-    trace = _Trace(runs, specs, read)
-    alike = [(type(one), *(p.shape for p in one.parameters())) for one in trace.modules.values()]
+    modules = rows(runs, specs)
+    trace = Trace(modules, read)
+    alike = [(type(one), *(p.shape for p in one.parameters())) for one in modules.values()]
     groups = [[at for at, other in enumerate(alike) if other == one] for one in alike]
 
     def run(samples: int) -> Any:
         with device, torch.enable_grad():
             trace.run(lambda: subject.loss_of(samples)(runs))
         runs.zero_grad()
-        seconds = np.array([[own[name][0] for own in trace.both] for name in trace.modules])
+        seconds = np.array([[row.forward[0], row.backward[0]] for row in trace.rows.values()])
         return np.array([np.median(seconds[group], 0) for group in groups])
 
     return run

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -28,10 +28,10 @@ from zeroshard.comm.collectives import Axis, on_first
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.config.sections import Config
-from zeroshard.forwards.keeping import Interval
+from zeroshard.forwards.dryrun import LossOf
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
-from zeroshard.memory.activations import LossOf, OneOfMany
+from zeroshard.memory.activations import OneOfMany
 from zeroshard.parallel.pipeline.profile import SampleBatch, SampleSource, same_random_numbers, sample_of
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
@@ -208,24 +208,6 @@ def table(predictor: Predictor, found: SearchResult) -> str:
     ]
     title = f"{cluster.num_ranks} ranks of {cluster.name}, {how}: best of {found.num:,} configurations"
     return render(title, ("configuration", "step", "samples/s", "device", "host"), rows)
-
-
-def draw(spans: Iterable[Interval], width: int = 72) -> str:
-    """Return the time line of a step as text, with a row for each resource or pipeline rank.
-
-    F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
-    the device and back, s step. Of micro-batches every second one is in small letters.
-    """
-    spans, rows = list(spans), dict[str, list[str]]()
-    seconds = max(span.end for span in spans)
-    for row, label, start, end in spans:
-        cells = rows.setdefault(row, [" "] * width)
-        kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
-        letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
-        first, last = (int(width * time / seconds) for time in (start, end))
-        for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
-            cells[cell] = letter
-    return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())
 
 
 # ------------------------------------------------------------------------------ the ranks that are there

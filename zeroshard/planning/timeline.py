@@ -11,7 +11,7 @@ ranks that share their cores with exchanges, the network is the compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -224,3 +224,21 @@ def in_flight(division: Choice, num: Any) -> Any:
     forwards = (division.chunks - 1) * size + 1 + hops * (pp - 1 - rank)
     rounds, more = np.divmod(np.minimum(division.chunks * num, forwards), division.chunks * size)
     return rounds * size + np.clip(more - chunk // pp * size, 0, size)
+
+
+def draw(spans: Iterable[Interval], width: int = 72) -> str:
+    """Return the time line of a step as text, with a row for each resource or pipeline rank.
+
+    F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
+    the device and back, s step. Of micro-batches every second one is in small letters.
+    """
+    spans, rows = list(spans), dict[str, list[str]]()
+    seconds = max(span.end for span in spans)
+    for row, label, start, end in spans:
+        cells = rows.setdefault(row, [" "] * width)
+        kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
+        letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
+        first, last = (int(width * time / seconds) for time in (start, end))
+        for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
+            cells[cell] = letter
+    return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())

@@ -27,9 +27,6 @@ from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
 from zeroshard.stepping.parts import StepByParts, steps_by_unit
 
-MOST_UNDER_WAY = 2
-"""Units whose gradients exist on a device while another unit is reduced, as compute comes later."""
-
 
 class EarlySteps(AbstractContextManager[None]):
     """A context around the backward that steps. At its end all units are stepped that were begun.

@@ -25,15 +25,12 @@ from torch import Tensor
 from zeroshard.comm import moves, streams
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.plan.buffers import BufferPlan, lie_in_files
+from zeroshard.plan.pieces import NUM_OTHERS, most_ahead
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores import swapfile
 from zeroshard.stores.files import FileTransfer
 from zeroshard.stores.store import TierMemory
 
-NUM_OTHERS = 2
-"""The pieces that are not read ahead: one is stepped, one is written."""
-MOST_BYTES = 1 << 30
-"""The most bytes of all pieces, if several parcels are read ahead."""
 ALIGNMENT = 64
 """Bytes: states side by side begin at a multiple, for loads of vectors."""
 
@@ -317,16 +314,6 @@ class FilePieces(HostPieces):
         if self._steps_on is Tier.DEVICE:
             return super().near(value)
         return value.clone() if self.memory.is_in_files(value) else value
-
-
-def most_ahead(num: int, largest: int) -> int:
-    """Return the number of parcels that are read ahead.
-
-    Args:
-        num: the number that is asked for, at least 1.
-        largest: the bytes of the largest parcel.
-    """
-    return max(1, min(num, MOST_BYTES // max(1, largest) - NUM_OTHERS))
 
 
 def _place_of_steps(device: torch.device) -> Tier:

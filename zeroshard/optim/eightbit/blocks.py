@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.layout import BLOCK
+from zeroshard.plan.layout import BLOCK, num_blocks
 
 _NUM_DECADES = 7
 _SIGN = 1 << 31
@@ -175,11 +175,6 @@ StateValues = Exact | QuantizedState
 """One state of a slice that starts on a block."""
 
 
-def num_blocks(num: int) -> int:
-    """The number of blocks of `num` elements; the last block may be cut short."""
-    return -(-num // BLOCK)
-
-
 def _by_blocks(values: Tensor) -> Tensor:
     """[whole blocks, 256], a view."""
     return values[: values.numel() // BLOCK * BLOCK].view(-1, BLOCK)
@@ -188,8 +183,6 @@ def _by_blocks(values: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------- states of a parameter
 
 
-MIN_8BIT_SIZE = 4096
-"""Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""
 ABSMAX = "_absmax"
 """The ending of the name of a state's scales."""
 

@@ -21,10 +21,10 @@ from numba.extending import overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.optim.eightbit.blocks import QuantizedState, num_blocks
+from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
 from zeroshard.optim.eightbit.step import over_threads
-from zeroshard.plan.layout import BLOCK
+from zeroshard.plan.layout import BLOCK, num_blocks
 from zeroshard.stepping.rounding import Bits
 
 compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)

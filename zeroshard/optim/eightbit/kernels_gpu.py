@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
+from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook
 from zeroshard.optim.eightbit.rule import Rule, Scalars
+from zeroshard.plan.layout import num_blocks
 from zeroshard.stepping.bfloat16_gpu import rounded
 from zeroshard.stepping.rounding import Bits
 

@@ -15,7 +15,6 @@ from torch.optim.optimizer import ParamsT
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
-from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE
 from zeroshard.optim.eightbit.rule import (
     RULES,
     SIGNED,
@@ -30,6 +29,7 @@ from zeroshard.optim.eightbit.rule import (
 from zeroshard.optim.eightbit.step import has_kernel, take_step
 from zeroshard.optim.layerwise import LAMB, LARS, GroupStep, LayerWise
 from zeroshard.optim.ranges import RANGES, ChecksRanges, betas_range, called, check_ranges, dense
+from zeroshard.plan.layout import MIN_8BIT_SIZE
 from zeroshard.stepping.rounding import Bits, BitsOf, load_states, no_bits
 
 

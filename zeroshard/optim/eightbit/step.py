@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.internals.warn import works
-from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
+from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook
 from zeroshard.optim.eightbit.rule import Numbers, Rule
-from zeroshard.plan.layout import BLOCK
+from zeroshard.plan.layout import BLOCK, num_blocks
 from zeroshard.stepping.rounding import Bits, has_kernels, round_into
 
 _CHUNK = 1 << 10

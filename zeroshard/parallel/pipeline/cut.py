@@ -7,12 +7,13 @@ balance  "time"             runs of blocks with about the same number of operati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
@@ -21,7 +22,6 @@ from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unkno
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
     SampleSource,
-    call_with,
     count_blocks,
     same_random_numbers,
     sample_of,
@@ -121,7 +121,7 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         whole = Chunked(model)
         whole.keep([range(len(outline.blocks))], [0])
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
-            found = call_with(model, placed, lambda: whole(1, [value.clone()], {}))[0]
+            found = _call_with(model, placed, lambda: whole(1, [value.clone()], {}))[0]
         except Exception as error:  # of any kind: the model takes apart what its blocks return
             why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
             raise unknown_model(model, why) from error
@@ -132,6 +132,21 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         if not type(module).forward.__globals__["__name__"].startswith(("transformers", "torch.")):
             why = f"the forward of {type(module).__name__} may use what the first chunk gets, as input_ids"
             raise unknown_model(model, why)
+
+
+def _call_with(model: nn.Module, placed: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+    """Call a function while a model has other parameters and buffers, by their names."""
+    tensors = {f"module.{name}": value for name, value in placed.items()}
+    return functional_call(_With(model), tensors, (run,))  # it puts them under the other names of tied ones
+
+
+class _With(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def _count(chunks: Chunked, config: Config, source: SampleSource) -> tuple[BlockProfile, ...] | None:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
+from zeroshard.forwards.dryrun import FLOPS, META, count, without_memory
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
 from zeroshard.parallel.pipeline.chunked import Chunked
@@ -30,7 +29,6 @@ from zeroshard.parallel.random import forked
 if TYPE_CHECKING:
     from zeroshard.parallel.pipeline.traced import TracedChunks
 
-_META = torch.device("meta")
 _LENGTH = 128
 """The tokens of a row that is made up, at most: enough for matrix products of a usual form."""
 
@@ -120,58 +118,31 @@ def count_blocks(chunks: Chunked, sample: SampleBatch) -> tuple[BlockProfile, ..
     Raises:
         RuntimeError: there are no operations to count; or whatever the model raises without values.
     """
-    model, outline = chunks.model, chunks.outline
+    # Kernels of experts are there for half precision alone.
+    outline, model = chunks.outline, without_memory(chunks.model, torch.bfloat16)
 
     def empty(value: Tensor) -> Tensor:
-        # Kernels of experts are there for half precision alone.
         dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
-        return torch.empty_like(value, dtype=dtype, device=_META).requires_grad_(value.requires_grad)
+        return torch.empty_like(value, dtype=dtype, device=META).requires_grad_(value.requires_grad)
 
-    placed = {name: empty(p) for name, p in model.named_parameters()}
-    placed |= {name: torch.empty_like(one, device=_META) for name, one in model.named_buffers()}
     inputs, named = pytree.tree_map_only(Tensor, empty, (sample.inputs, dict(sample.named)))
     if not isinstance(model, nn.Sequential):
         named["use_cache"] = False
 
-    def run() -> None:
+    def total(model: nn.Module) -> Tensor:
         found = find_tensors(model(*inputs, **named))[0]
-        torch.autograd.backward([one.sum() for one in found if one.requires_grad])
+        return torch.stack([one.sum() for one in found if one.requires_grad]).sum()
 
-    from torch.utils.flop_counter import FlopCounterMode  # it loads much of torch
-
-    counter: Any = FlopCounterMode(display=False)
-    assumed = Assumed()  # type: ignore[no-untyped-call]
-    with same_random_numbers(torch.device("cpu")), torch.enable_grad(), _META, counter, assumed:
-        call_with(model, placed, run)
-    counts = {name: sum(own.values()) for name, own in counter.get_flop_counts().items()}
+    names = {model.get_submodule(name): name for name in reversed(outline.names)}  # the first place of each
+    modules = {"": model} | {name: module for module, name in names.items()}
+    with same_random_numbers(torch.device("cpu")):
+        rows = count(model, modules, total, fuses=False).rows
     blocks = []
     for number, weighed in enumerate(weigh_blocks(chunks)):
-        own = (f"{_With.__name__}.module.{name}" for name in outline.chunk(range(number, number + 1)))
-        blocks.append(replace(weighed, time=sum(counts.get(name, 0) for name in own)))
+        own = outline.chunk(range(number, number + 1))
+        counts = (rows[name] for name in own if name in rows)
+        time = sum(int(row.forward[FLOPS] + row.backward[FLOPS]) for row in counts)
+        blocks.append(replace(weighed, time=time))
     if not any(block.time for block in blocks):
         raise RuntimeError("expected matrix products, convolutions or attention, got none")
     return tuple(blocks)
-
-
-class Assumed(TorchDispatchMode):
-    """A condition on values, of which there are none, is true: no token is padding, for example."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
-
-
-def call_with(model: nn.Module, placed: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-    """Call a function while a model has other parameters and buffers, by their names."""
-    tensors = {f"module.{name}": value for name, value in placed.items()}
-    return functional_call(_With(model), tensors, (run,))  # it puts them under the other names of tied ones
-
-
-class _With(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
