@@ -182,7 +182,7 @@ def test_a_model_with_few_bits_learns_at_each_stage(ranks, cache):
     assert found[0][-1] < found[0][0] - 0.5
 
 
-@pytest.mark.long(seconds=60)
+@pytest.mark.long(seconds=100)
 def test_ray_trains_on_two_workers_and_starts_them_again_after_one_has_died(tmp_path):
     pytest.importorskip("ray.train.torch")
     options = ("--storage", tmp_path / "runs", "--steps", "21", "--fail-at", "15")
