@@ -250,15 +250,15 @@ EXTRAS = ("cli", "deepspeed", "integrations", "logs", "profiling")
 # and the parts that count, plan and read files without one: `initialize` reads these, too.
 BELOW = {"codec", "config", "internals", "plan", "tables", "version"}
 COUNTING = {"checkpoint", "hf", "memory", "parallel", "planning"}
-PUBLIC = {f"zeroshard.{home}.{name}" for name, home in zeroshard._HOMES.items()}
+PUBLIC = {f"zeroshard.{one}" for name, home in zeroshard._HOMES.items() for one in (name, f"{home}.{name}")}
 
 # Private attributes of NamedTuples and of Lightning, which have no public way to the same.
 OF_OTHERS = {"_field_defaults", "_wrap_closure"}
 
 
 def is_for_extras(part: str, name: str) -> bool:
-    is_public = any(is_within(name, own) for own in PUBLIC) or name.split(".")[1] in zeroshard.__all__
-    return is_public or name.split(".")[1] in {part, *BELOW, *COUNTING}
+    is_public = any(is_within(name, own) for own in PUBLIC)
+    return is_public or any(is_within(name, f"zeroshard.{own}") for own in {part, *BELOW, *COUNTING})
 
 
 def private(tree: ast.Module) -> Iterator[str]:
@@ -274,6 +274,8 @@ def test_extras_use_the_public_api_and_what_knows_no_engine(trees: Trees) -> Non
     named = {(path, name) for path, name in uses(extras) if is_within(name, "zeroshard")}
     assert not {(path, name) for path, name in named if not is_for_extras(part_of(path), name)}
     assert not {(path, name) for path, tree in extras.items() for name in private(tree)}
+    assert [*private(ast.parse("engine._axes.world + self._own"))] == ["engine._axes"]
+    assert not is_for_extras("logs", "zeroshard.sharded")
 
 
 def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Trees) -> None:

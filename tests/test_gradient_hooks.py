@@ -124,7 +124,7 @@ def test_quantization_gives_the_bits_of_ddp():
         for stage, model in enumerate(models[1:]):
             assert not farthest(train(start(group, hook, model=model, stage=stage), range(5)), want)
     engine = start(None, quantization_pertensor_hook, stage=0)
-    with pytest.raises(RuntimeError, match="IndexError: too many indices"):  # of torch, over Gloo alone
+    with pytest.raises(RuntimeError, match="IndexError: "):  # of torch, over Gloo alone
         loss_of(engine, 0).backward()
 
 

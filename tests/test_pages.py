@@ -288,6 +288,12 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+def test_each_link_of_the_readme_shows_the_path_of_its_file() -> None:
+    """On a package index relative links lead nowhere, but their text says where to look."""
+    links = re.findall(r"(?<!!)\[([^]]+)\]\(([^)]+)\)", read("README.md"))
+    assert links == [(path, target) for path, target in links if path == target.partition("#")[0]] != []
+
+
 def test_the_table_of_the_config_has_every_key_and_its_default() -> None:
     assert {key: ast.literal_eval(default) for key, default in CONFIG_ROWS} == flat(Config())
 

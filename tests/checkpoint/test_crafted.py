@@ -107,6 +107,7 @@ MANIFESTS: dict[str, Craft] = {
         "skipped_steps": (-1, False),
         "optimizer": (DROP, 3, []),
         "model": (3, []),
+        "written_by/num_parts": (0, "x"),
         "loss_scale": (loss_scale(value="x"), loss_scale(is_dynamic="x"), loss_scale(num_steps=-1)),
         "rounding": ({"seed": 1, "step": -1}, {"seed": "x", "step": 1}),
         "data": ({"x": 1}, {"epoch": -1, "position": 0, "seed": 0, "num_samples": 10}),

@@ -171,4 +171,4 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
     code, said = failure(capsys, "estimate", tmp_path, "--lora", 16)
     assert code == 2
-    assert "peft" in said
+    assert "pip install peft" in said

@@ -86,7 +86,7 @@ def test_two_pipeline_ranks_train_and_another_layout_goes_on(ranks, cache, tmp_p
 
 @pytest.mark.long(seconds=30)
 def test_one_command_starts_all_ranks(tmp_path):
-    check(start("train_3d", tmp_path, "--output", tmp_path, "--dp", "1", *SMALL), tmp_path, 4)
+    check(start("train_3d", tmp_path, "--output", tmp_path, "--dp", "1", "--tp", "1", *SMALL), tmp_path, 2)
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(cache, tmp_path, capsys):

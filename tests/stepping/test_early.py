@@ -71,8 +71,7 @@ ALONE = {"LAMB": ("LAMB", BF16_MAIN, {}), "Muon": ("Muon", BF16_MAIN, {})}
 """On one rank, which waits for nobody, optimizers that ask all ranks step in the backward, too."""
 
 
-@pytest.mark.long_where(num_ranks=[4])
-@on_ranks(1, 2, 4, timeout=300)
+@on_ranks(1, 2, timeout=300)
 @runs.without_numba
 def test_steps_in_the_backward_have_the_bits_of_steps_after_it(tmp_path):
     """Where runs differ; the fuzz has other optimizers, precisions and tiers together."""

@@ -16,8 +16,7 @@ FIRST_OPTIMIZERS = {"fused", "8-bit", "LAMB", "replacing"}
 """The optimizers of make test; make test-all has the others too."""
 
 
-@pytest.mark.long_where(num_ranks=[4])
-@on_ranks(2, 4, timeout=300)
+@on_ranks(2, timeout=300)
 @runs.without_numba
 def test_each_optimizer_steps_in_files_as_on_the_device(tmp_path):
     found = []
@@ -29,8 +28,8 @@ def test_each_optimizer_steps_in_files_as_on_the_device(tmp_path):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1, 3])
-@on_ranks(1, 2, 3, timeout=300)
+@pytest.mark.long_where(num_ranks=[1])
+@on_ranks(1, 2, timeout=300)
 def test_each_way_of_training_gives_the_same_bits(tmp_path):
     found = []
     for stage in SOME_STAGES:

@@ -108,8 +108,8 @@ class InspectOptions(NamedTuple):
 class EstimateOptions(NamedTuple):
     """Compute the memory that training a model takes on each rank.
 
-    Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.
-    With --memory, list the settings that fit.
+    Print the bytes that each rank holds and sends, for an optimizer of Adam's
+    kind. With --memory, list the settings that fit.
 
     Args:
         model: number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; or a
@@ -195,10 +195,11 @@ class MeshOptions(NamedTuple):
 class PlanOptions(NamedTuple):
     """Find the fastest configuration of a model on a cluster, or compare schedules of a pipeline.
 
-    With a model, predict all configurations, print the first five with the reasons, draw
-    the step of the best, and write its config. With --schedule, simulate the schedules and
-    print the time of a batch, the share of it in which ranks wait, the activations and the
-    versions of weights that each rank holds. These times are in any unit.
+    With a model, predict all configurations, print the first five with the
+    reasons, draw the step of the best, and write its config. With --schedule,
+    simulate the schedules and print the time of a batch, the share of it in which
+    ranks wait, the activations and the versions of weights that each rank holds.
+    These times are in any unit.
 
     Args:
         model: number of parameters, such as 7B, for a Llama of about that size; or a config.json of

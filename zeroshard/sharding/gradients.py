@@ -57,8 +57,8 @@ _MOVES = {
 _NEAR = GradientStore()
 
 _SMALL = 1 << 14
-"""Elements of a packed buffer on a CPU up to which it is scaled as a whole: a product of a small tensor and a
-number takes several times as long as a copy. In a larger one a second pass over memory would take longer."""
+"""Elements of gradients on a CPU up to which a packed buffer is scaled as a whole: a product of a small tensor
+and a number takes several times as long as a copy. Of more elements a second pass would take longer."""
 
 
 class Gradients:
@@ -149,9 +149,9 @@ class Gradients:
         if scale is not None:
             self._unscale = 1.0 / scale
         self._defer = defer
-        scale = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
-        is_late = self.buffer.layout.total <= _SMALL and self._context.device.type == "cpu"
-        self._scale, self._late_scale = (1.0, scale) if is_late else (scale, 1.0)
+        factor = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
+        is_late = sum(self.buffer.layout.sizes) <= _SMALL and self._context.device.type == "cpu"
+        self._scale, self._late_scale = (1.0, factor) if is_late else (factor, 1.0)
         self._reduce = (
             Gradients.over_ranks if hook is None else functools.partial(Gradients.by_hook, hook=hook)
         )

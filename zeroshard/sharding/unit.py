@@ -268,7 +268,8 @@ class Unit:
         """
         assert self.visit is not None, "it was called"
         around = filter(None, map(_visit, self.recomputed_in))
-        return max(map(_ended, (self.visit, *around, *self.visit.regions)))
+        entered: int = max(map(_ended, (self.visit, *around, *self.visit.regions)))
+        return entered
 
     # -- parameters -----------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ STEPS = range(4)
 
 ONE_F = {"schedule": "1f1b", "num_microbatches": 4}
 LAYOUTS = {
-    "tied llama": (4, {"pp": 2}, {"schedule": "zbv", "num_microbatches": 2}, 3),
     "mixtral": (4, {"pp": 4}, {"schedule": "zb-h1", "num_microbatches": 4}, 0),
     "llama": (8, {"pp": 2, "tp": 2}, ONE_F | {"num_microbatches": 2}, 3),
 }

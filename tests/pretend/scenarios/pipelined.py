@@ -88,9 +88,7 @@ for _schedule, _stage in (
     ("pipedream", 3),
     ("pipemare", 2),
     ("spectrain", 0),
-    ("pb", 1),
     ("2bw", 3),
-    ("lwp", 3),
 ):
     _add(f"asynchronous_{_schedule}", _schedule, stage=_stage, num_ranks=4, precision=BF16)
 _add("asynchronous_of_4", "pipedream", pp=4, num_ranks=4, stage=1)
