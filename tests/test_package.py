@@ -163,7 +163,7 @@ def test_an_estimate_of_a_number_needs_no_torch_and_prints_what_it_prints_with_i
     lines, loaded = report_of("of_numbers")
     assert loaded == []
     assert lines == of_numbers()[0]
-    assert "settings that take at most" in lines[3]
+    assert "best first" in lines[3]
 
 
 def test_configs_have_the_dtypes_of_torch_though_nobody_has_imported_it() -> None:
