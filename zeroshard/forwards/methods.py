@@ -46,7 +46,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
                 output = method(*args, **kwargs)
             finally:
                 passes.is_in_method = before
-            return passes.after_forward(root, output)
+            return passes.after_forward(root, root.module, args, output)
         finally:
             passes.exit_forward(root)
 

@@ -57,8 +57,8 @@ _MOVES = {
 _NEAR = GradientStore()
 
 _SMALL = 1 << 14
-"""Elements of gradients on a CPU up to which a packed buffer is scaled as a whole: a product of a small tensor
-and a number takes several times as long as a copy. Of more elements a second pass would take longer."""
+"""Elements of gradients on a CPU up to which a packed buffer is scaled as a whole: a product of a small
+tensor and a number takes several times as long as a copy. Of more, a second pass would take longer."""
 
 
 class Gradients:
@@ -77,8 +77,8 @@ class Gradients:
         self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
         self._main_size = plan.main_size
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
-        self._scale = self._late_scale = 1.0
-        """The factors on gradients as they are packed, and on the packed buffer."""
+        self._mean = self._scale = 1.0
+        """The factor that makes means of gradients, and the part of it that is in the packed buffer."""
         self._reduce: Callable[[Gradients, Tensor], Iterator[Handle | None]] = Gradients.over_ranks
         """Turns packed gradients into reduced ones; no bound method, which would be a cycle."""
         self._factor: Tensor | None = None
@@ -149,9 +149,7 @@ class Gradients:
         if scale is not None:
             self._unscale = 1.0 / scale
         self._defer = defer
-        factor = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
-        is_late = sum(self.buffer.layout.sizes) <= _SMALL and self._context.device.type == "cpu"
-        self._scale, self._late_scale = (1.0, factor) if is_late else (factor, 1.0)
+        self._mean = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
         self._reduce = (
             Gradients.over_ranks if hook is None else functools.partial(Gradients.by_hook, hook=hook)
         )
@@ -196,9 +194,11 @@ class Gradients:
         if self._flat is None:
             self._move(GradientState.PACKING)
             self._is_deferred = self._defer
+            is_small = sum(self.buffer.layout.sizes) <= _SMALL and self._context.device.type == "cpu"
+            self._scale = 1.0 if self._defer or is_small else self._mean
             self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
-        scale = 1.0 if self._is_deferred else self._scale
+        scale = self._scale
         if index in self._filled:
             target.add_(gradient, alpha=scale)
         elif scale == 1.0:
@@ -301,10 +301,9 @@ class Gradients:
             missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
             torch._foreach_zero_(missing)
         self._filled = set()
-        scale = self._late_scale * (self._scale if self._is_deferred else 1.0)
+        if self._scale != self._mean:
+            flat.mul_(self._mean)
         self._is_deferred = False
-        if scale != 1.0:
-            flat.mul_(scale)
         if flat.dtype == self._reduce_dtype:
             return flat
         reduced = self._take(self._reduce_dtype).copy_(flat)

@@ -138,17 +138,12 @@ class Passes:
             for upcoming in ahead[self._num_prefetch :]:
                 upcoming.read_ahead()
 
-    def after_forward(self, unit: Unit, *call: Any) -> Any:
+    def after_forward(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         """Hook the outputs for backward; return the output, or views of it.
-
-        Args:
-            unit: the unit.
-            call: what a forward hook gets; the output is the last of it.
 
         Raises:
             RuntimeError: the forward has edited a parameter.
         """
-        output = call[-1]
         if self.is_in_method and unit is self._root:
             return output
         unit.check_edits()

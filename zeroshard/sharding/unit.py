@@ -372,9 +372,8 @@ class Unit:
         """
         # torch takes several times as long to read an attribute of a subclass of Parameter.
         with past_guards():
-            is_edited = any(map(FlatBuffer.has_changed, self.buffers))
-        if is_edited:
-            _refuse_edits(self.buffers)
+            if any(map(FlatBuffer.has_changed, self.buffers)):
+                _refuse_edits(self.buffers)
 
     # -- gradients ------------------------------------------------------------------------------------
 
