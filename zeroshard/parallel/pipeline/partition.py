@@ -5,8 +5,9 @@
 
 The measures are the variance of the chunks' compute time, and the variance of their parameter bytes. As the
 total is the same for every division, the least variance is the least sum of squares, and a sum over chunks
-can be minimized from the last chunk on (dynamic programming): for n blocks and k chunks in O(n^2 k). Numbers
-are integers, so the result is exact.
+can be minimized from the last chunk on (dynamic programming): for n blocks and k chunks in O(n^2 k) at most.
+The sum grows faster the longer a chunk is, so that a first chunk that begins earlier ends no later (Monge's
+condition). Numbers are integers, so the result is exact.
 
 Of several divisions with the same measure the one with the fewest blocks in the first chunk is taken, then in
 the second, and so on, because in 1F1B the first ranks hold the most activations.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Literal
 
@@ -53,17 +53,19 @@ def partition(
         )
     numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
     before, num_blocks = list(accumulate(numbers, initial=0)), len(blocks)
-
-    @cache
-    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """The least sum of squares for the blocks from `first` on, and the ends of the chunks that are left.
-
-        Of several such divisions it is the first one in the order of the tie rule.
-        """
-        if left == 1:
-            return (before[num_blocks] - before[first]) ** 2, (num_blocks,)
-        rests = ((end, *best(end, left - 1)) for end in range(first + 1, num_blocks - left + 2))
-        return min(((before[end] - before[first]) ** 2 + rest, (end, *ends)) for end, rest, ends in rests)
-
-    _, ends = best(0, num_chunks)
-    return tuple(map(range, [0, *ends[:-1]], ends))
+    # The least sum of squares for the blocks from each one on, in one chunk, and then in one chunk more.
+    least = [(before[-1] - start) ** 2 for start in before[:-1]]
+    ends: list[list[int]] = []  # of the first chunk, for the blocks from each one on
+    for _ in range(1, num_chunks):
+        costs, own, end = list[int](), list[int](), len(least) - 1
+        for first in reversed(range(end)):  # one that begins earlier ends no later
+            options = ((before[at] - before[first]) ** 2 + least[at] for at in range(first + 1, end + 1))
+            cost, end = min(zip(options, range(first + 1, end + 1), strict=True))
+            costs.append(cost)
+            own.append(end)
+        least = costs[::-1]
+        ends.append(own[::-1])
+    cuts = [0]
+    for own in reversed(ends):
+        cuts.append(own[cuts[-1]])
+    return tuple(map(range, cuts, [*cuts[1:], num_blocks]))
