@@ -133,7 +133,7 @@ def test_what_a_deepspeed_script_becomes_takes_its_steps(tmp_path):
     file.write_text(DS_CONFIG)
     (script,) = blocks(FROM_DEEPSPEED, "zeroshard")
     told = r"DeepSpeed config(.|\n)*optimizer, scheduler \(initialize takes objects of torch"
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=told) if rank == 0 else contextlib.nullcontext():
         names = run(script.replace('"ds_config.json"', repr(str(file))), rank, zeroshard=zeroshard)
     assert names["engine"].global_step == 2  # 16 samples, 2 ranks, 2 in a micro-batch, 2 of these in a step
     assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(1e-3 / 100)

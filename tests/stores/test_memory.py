@@ -48,7 +48,7 @@ def test_memory_has_the_size_that_was_asked_for_and_begins_on_a_page(num_bytes):
 def test_no_memory_is_an_empty_tensor_and_too_much_of_it_an_error():
     before = held_bytes()
     assert host_memory(0, pinned=True).shape == (0,)
-    with pytest.raises(RuntimeError, match=r"Expected .* GiB of host memory"):
+    with pytest.raises(RuntimeError, match=r"Expected .* TiB of host memory"):
         host_memory(1 << 60, pinned=False)
     assert held_bytes() == before
 
