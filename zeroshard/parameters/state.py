@@ -12,7 +12,6 @@ from torch import Tensor
 class Phase(Enum):
     """The phases of a sharded module."""
 
-    __hash__ = object.__hash__  # an enum's own takes many times as long
     REST = "at rest"
     FORWARD = "in a forward"
     BACKWARD = "in a backward"
