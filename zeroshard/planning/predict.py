@@ -42,7 +42,7 @@ from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, cou
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.exchange import Exchange
-from zeroshard.plan.placement import DP_SHARD, SUMMANDS
+from zeroshard.plan.placement import DP_SHARD, STAGES, SUMMANDS
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.planning.machine import Cluster
@@ -58,7 +58,6 @@ from zeroshard.planning.timeline import (
     COMPUTE,
     LINK,
     NETWORK,
-    RECOMPUTES,
     TIERS,
     Choice,
     Costs,
@@ -68,6 +67,7 @@ from zeroshard.planning.timeline import (
     least_alone,
     least_pipelined,
     placement,
+    recomputes,
 )
 
 
@@ -99,6 +99,8 @@ class Predictor:
     ) -> None:
         self.subject, self.cluster, self.samples = subject, cluster, samples
         self.on_cpu = cluster.shares_cores
+        self.names = names_in_order(subject.model)
+        self.units = specify_units(subject.model, Config.parse(subject.given))
         count: Callable[[int], Profiles] = lambda tp: {1: count_units(subject, tp, 1, cluster)}  # noqa: E731
         self.profiles = functools.cache(count) if timed is None else timed.__getitem__
         self.profile = functools.cache(lambda tp, num: profile_of(self.profiles(tp), num))
@@ -128,16 +130,6 @@ class Predictor:
         chunked = Chunked(without_memory(self.subject.model))
         require_handed_on(chunked, torch.device("cpu"))
         return chunked.outline
-
-    @functools.cached_property
-    def names(self) -> Sequence[str]:
-        """The modules along which a pipeline cuts the model; none if it cannot."""
-        return names_in_order(self.subject.model)
-
-    @functools.cached_property
-    def units(self) -> Sequence[UnitSpec]:
-        """The units of the whole model, the root first."""
-        return specify_units(self.subject.model, Config.parse(self.subject.given))
 
     def _specs(self, tp: int) -> Sequence[UnitSpec]:
         return plan_division(self.subject.model, self.units, self.subject.tp_plan, tp).specs
@@ -263,7 +255,7 @@ class Predictor:
 
     def _estimated(self, choice: Choice, accumulates: bool) -> list[Estimate]:
         """Return the bytes of pipeline ranks; those with alike rows are counted once."""
-        (setting, units), rows = self._units(_of_units(choice)), self.rows(choice.tp, choice.pp > 1)
+        (setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
         key = "gradient_accumulation_steps" if choice.pp == 1 else "pipeline"
         steps = 1 + accumulates if choice.pp == 1 else {"num_microbatches": 1 + accumulates}
         config, states = Config.parse(self._config_of_states(choice) | {key: steps}), States(bits=choice.bits)
@@ -300,13 +292,13 @@ class Predictor:
 
     def _costs(self, choice: Choice) -> Any:
         """Return the costs of the plans of all rows, [fields of Costs, rows]; alike ones are counted once."""
-        (setting, units), rows = self._units(_of_units(choice)), self.rows(choice.tp, choice.pp > 1)
+        (setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
         last, found = int(rows.is_unit.sum()), []
         for row, unit in units.items():
             is_root = not rows.is_unit[row]
             is_kept = unit.is_kept(setting.placements, is_root=is_root, ends_forward=row == last)
             own = [self._cost(choice, one, setting, is_kept) for one in unit.buffers]
-            found.append(np.sum([_NOTHING, *own], 0))
+            found.append([*map(sum, zip(_NOTHING, *own, strict=True))])
         return np.array(found)[np.searchsorted([*units], rows.alike)].T
 
     def _cost(self, choice: Choice, buffer: BufferPlan, setting: Setting, is_kept: bool) -> Costs:
@@ -351,8 +343,7 @@ class Predictor:
     def times(self, choice: Choice) -> Costs:
         """Return the costs of all rows as lists."""
         forward, backward = self.compute(choice)
-        shared = replace(_of_units(choice), bits=choice.bits)
-        own = Costs(*self._plans(shared))
+        own = Costs(*self._plans(_of_plans(choice, choice.bits)))
         left = self.room - self.states(choice)[0].peak if choice.recompute == "auto" else 0
         again = self._share(choice, left) * self.rows(choice.tp, choice.pp > 1).is_unit * forward
         own = own._replace(forward=forward, backward=own.backward + backward + again)
@@ -375,7 +366,7 @@ class Predictor:
 
     def _alone(self, choice: Choice) -> Prediction:
         own, num, line = self.times(choice), self.num_microbatches(choice), Line(self.on_cpu)
-        (order,), each, reduced = self.cut(1)[0], self._reduces_each(choice), 0.0
+        (order,), each, reduced = self.cut(1)[0], STAGES[choice.stage].gradient != SUMMANDS, 0.0
         nothing = [0.0] * len(own.link)
         for number in range(min(num, 3)):
             start, busy = line.end, dict(line.busy)
@@ -389,11 +380,6 @@ class Predictor:
                 line.busy = {row: one + (num - 3) * (one - busy[row]) for row, one in line.busy.items()}
         line.step(own, order, reduced)
         return Prediction(choice, line.end, line.busy, partial(iter, line.spans))
-
-    def _reduces_each(self, choice: Choice) -> bool:
-        """True if each micro-batch reduces its gradients."""
-        setting, _ = self._units(_of_units(choice))
-        return setting.placements.gradient != SUMMANDS
 
     def _pipelined(self, choice: Choice) -> Prediction:
         own, schedule, num = self.times(choice), self._schedule(choice), self.num_microbatches(choice)
@@ -415,10 +401,10 @@ class Predictor:
             tails[rank] += max(end.busy[COMPUTE], end.end - (0.0 if self.on_cpu else 2 * half))
             for row in busy[rank]:
                 busy[rank][row] += num * line.busy[row] + end.busy[row]
-        found, bubble = _simulated(choice.schedule, choice.pp, num, choice.chunks, tuple(costs))
+        found = _simulated(choice.schedule, choice.pp, num, choice.chunks, tuple(costs))
         seconds = max(own[-1].end + tail for own, tail in zip(found.spans, tails, strict=True))
         most = max(busy, key=lambda one: max(one.values()))
-        return Prediction(choice, seconds, most, partial(_intervals, found, tails), bubble)
+        return Prediction(choice, seconds, most, partial(_intervals, found, tails), found.bubble_share)
 
     def _transfer(self, choice: Choice) -> float:
         """Return the seconds from the end of an action to its arrival at another pipeline rank."""
@@ -427,18 +413,21 @@ class Predictor:
 
     # -- bounds -----------------------------------------------------------------------------------------
 
-    def bounds(self, division: Choice, samples: Sequence[int], offers: tuple[Offer, ...]) -> tuple[Any, Any]:
+    def bounds(
+        self, division: Choice, samples: Sequence[int], offers: tuple[Offer, ...] = ()
+    ) -> tuple[Any, Any]:
         """Return seconds and bytes that the variants of a division take at least; see [Note: Bounds].
 
         Args:
             division: tensor and pipeline ranks, schedule and chunks.
             samples: the samples of micro-batches.
-            offers: stages with tiers and bits.
+            offers: stages with tiers and bits; none for what all of them take at least.
 
         Returns:
             Seconds and bytes, [recomputes, samples, offers]; seconds are inf for variants that do not fit.
         """
         pp, places = division.pp, [replace(division, samples=one) for one in samples]
+        variants = [[replace(place, recompute=how) for place in places] for how in recomputes(division)]
         num = np.array(list(map(self.num_microbatches, places)))[:, None, None]
         chunks, ranks, within = self.within(division)
         runs, _ = self.cut(pp * division.chunks)
@@ -449,40 +438,35 @@ class Predictor:
         held, far = 0.99 * held, 0.99 * own.far.min(-1)  # states have no padding
         both = np.array([self.compute(place) for place in places])
         both = np.stack([*both.swapaxes(0, 1), both[:, 0] * self.rows(division.tp, pp > 1).is_unit])
-        seconds = forward, backward, again = (both @ within.T)[:, :, None]
-        hops, first = np.zeros(1), seconds
-        if pp > 1:
+        forward, backward, again = (both @ within.T)[:, :, None]
+        most = (held + self._least_held(division, variants, num[..., 0])[:, :, None]).max(-1)
+        left = self.room - held  # [samples, offers, pp]; what follows has recomputes before
+        both_of = (zip(row, left, strict=True) for row in variants)
+        share = np.array([[self._share(one, room) + 0 * room for one, room in row] for row in both_of])
+        back = backward + own.backward + share * again
+        if self.on_cpu:
+            times = forward + own.gather, back + own.regather
+        else:  # the first gather of a forward or a backward is not hidden
+            alone = forward + starts.link + starts.gather, back + ends.relink + ends.regather
+            beside = np.maximum(own.link, own.gather), np.maximum(own.relink, own.regather)
+            times = tuple(map(np.maximum, alone, beside))
+        if pp == 1:
+            each = np.array([STAGES[stage].gradient != SUMMANDS for stage, *_ in offers] or [False])
+            total = least_alone(self.on_cpu, own, starts, times, num, each[:, None])
+        else:
             hops = np.array(list(map(self._transfer, places)))[:, None, None]
             first = (both @ chunks[:pp].T)[:, :, None]
-        found = []
-        for how in RECOMPUTES[: 3 if pp == 1 else 2]:
-            variants = [replace(place, recompute=how) for place in places]
-            most = (held + self._least_held(division, variants, num[..., 0])[:, None]).max(-1)
-            shares = zip(variants, self.room - held, strict=True)
-            share = np.array([self._share(variant, left) + 0 * left for variant, left in shares])
-            back = backward + own.backward + share * again
-            if self.on_cpu:
-                times = forward + own.gather, back + own.regather
-            else:  # the first gather of a forward or a backward is not hidden
-                alone = forward + starts.link + starts.gather, back + ends.relink + ends.regather
-                beside = np.maximum(own.link, own.gather), np.maximum(own.relink, own.regather)
-                times = tuple(map(np.maximum, alone, beside))
-            if pp == 1:
-                is_each = np.array([[self._reduces_each(Choice(stage=stage))] for stage, *_ in offers])
-                total = least_alone(self.on_cpu, own, starts, times, num, is_each)
-            else:
-                before = first[0], first[1] + share * first[2]
-                ahead, left = (np.cumsum(one, -1) - one + hops * np.arange(pp) for one in before)
-                total = ahead + least_pipelined(self.on_cpu, division, own, times, num, hops, left)
-            fits = self.fits(most, far)
-            found.append((np.where(fits, (1 - 1e-9) * total.max(-1), np.inf), most))
-        return np.array([one for one, _ in found]), np.array([one for _, one in found])
+            before = first[0], first[1] + share * first[2]
+            ahead, after = (np.cumsum(one, -1) - one + hops * np.arange(pp) for one in before)
+            total = ahead + least_pipelined(self.on_cpu, division, own, times, num, hops, after)
+        return np.where(self.fits(most, far), (1 - 1e-9) * total.max(-1), np.inf), most
 
     def _of_offers(self, tp: int, pp: int, offers: Sequence[Offer]) -> Any:
-        """Return the costs of plans, [offers, fields of Costs, rows]."""
-        keys = ("stage", "tiers", "bits")
-        offered = (Choice(tp=tp, pp=pp, **dict(zip(keys, one, strict=True))) for one in offers)  # type: ignore[arg-type]
-        return np.array([self._plans(one) for one in offered])
+        """Return the costs of plans, [offers, fields of Costs, rows]; without offers there are none."""
+        if not offers:
+            return np.zeros((1, len(Costs._fields), len(self.rows(tp, pp > 1).specs)))
+        own = (_of_plans(Choice(stage=one, tp=tp, pp=pp, tiers=tiers), bits) for one, tiers, bits in offers)
+        return np.array([*map(self._plans, own)])
 
     def _within(self, division: Choice) -> tuple[Any, Any, Any]:
         """Return 1 for the rows of each chunk, the chunks of each pipeline rank, and the rows of each."""
@@ -497,14 +481,14 @@ class Predictor:
             within[0, ~is_unit] = 0
         return chunks, ranks, within
 
-    def _least_held(self, division: Choice, variants: Sequence[Choice], num: Any) -> Any:
-        """Return bytes of activations that pipeline ranks hold at least, [variants, pipeline ranks]."""
-        pp, how = division.pp, variants[0].recompute
-        if pp == 1:
-            least = "none" if how == "none" else "unit"
-            return np.array([[self.usage(one.tp, least, one.samples)] for one in variants])
-        kept, again = zip(*map(self._kept, variants), strict=True)
-        held: Any = (in_flight(division, num) * np.array(kept)) @ self.within(division)[1].T + np.array(again)
+    def _least_held(self, division: Choice, variants: Sequence[Sequence[Choice]], num: Any) -> Any:
+        """Return bytes of activations that are held at least, [recomputes, samples, pipeline ranks]."""
+        if division.pp == 1:
+            ways = (("none" if row[0].recompute == "none" else "unit", row) for row in variants)
+            return np.array([[[self.usage(one.tp, how, one.samples)] for one in row] for how, row in ways])
+        both = ((self._kept(one) for one in row) for row in variants)
+        kept, again = (np.array(one) for one in zip(*(zip(*row, strict=True) for row in both), strict=True))
+        held: Any = (in_flight(division, num) * kept) @ self.within(division)[1].T + again
         return held
 
 
@@ -513,9 +497,10 @@ Offer = tuple[int, tuple[str, str], int]
 _NOTHING = (0.0,) * len(Costs._fields)
 
 
-def _of_units(choice: Choice) -> Choice:
-    """Return what the plans of units depend on."""
-    return Choice(stage=choice.stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers)
+def _of_plans(choice: Choice, bits: int = 32) -> Choice:
+    """Return what plans depend on, and with bits their costs; in a pipeline stage 2 is stage 1."""
+    stage = 1 if choice.pp > 1 and choice.stage == 2 else choice.stage
+    return Choice(stage=stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers, bits=bits)
 
 
 def _division_of(choice: Choice) -> Choice:
@@ -540,11 +525,8 @@ _built = functools.lru_cache(maxsize=256)(build_schedule)
 
 
 @functools.lru_cache(maxsize=256)
-def _simulated(
-    name: str, pp: int, num: int, chunks: int, costs: tuple[ActionCosts, ...]
-) -> tuple[ScheduleTimes, float]:
-    found = longest_paths(_built(name, pp, num, chunks), costs)
-    return found, found.bubble_share
+def _simulated(name: str, pp: int, num: int, chunks: int, costs: tuple[ActionCosts, ...]) -> ScheduleTimes:
+    return longest_paths(_built(name, pp, num, chunks), costs)
 
 
 def _intervals(found: ScheduleTimes, tails: Sequence[float]) -> Iterator[Interval]:

@@ -2,8 +2,9 @@
 
 A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
 tiers, recomputation and bits. Each variant has a bound in seconds and in bytes, see [Note: Bounds]. Variants
-that fit are predicted in the order of their bounds, until no bound is below the last of the best. One that
-does all that a predicted one of its place does takes at least as long.
+that fit are predicted in the order of their bounds, until no bound is below the last of the best. A division
+whose compute alone takes longer is not planned. A variant that does all that a predicted one of its place
+does takes at least as long.
 
 For `config="auto"` the ranks that are there are the cluster, measured together with the model.
 """
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from heapq import merge
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, measure_machine
 from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
-from zeroshard.planning.timeline import COMPUTE, LINK, NETWORK, RECOMPUTES, TIERS, Choice, Prediction
+from zeroshard.planning.timeline import COMPUTE, LINK, NETWORK, TIERS, Choice, Prediction, recomputes
 from zeroshard.sharded import Sharded, shard
 from zeroshard.sharding.runtime import DRAIN_S
 from zeroshard.tables import format_bytes, render
@@ -103,25 +105,24 @@ def search(
     tiers = TIERS if machine.disk_read else TIERS[:3] if machine.to_host else TIERS[:1]
     offers = tuple(one for one in product(range(4), tiers, bits) if one[0] == 3 or one[1] in TIERS[:2])
     near = list(divisions(predictor, *most))
-    bounds = [predictor.bounds(*one, offers) for one in near]
-    none = np.zeros(0), np.zeros(0)
-    seconds, peaks = (np.concatenate([*map(np.ravel, own)]) for own in zip(none, *bounds, strict=True))
-    starts = np.cumsum([0, *(own.size for own, _ in bounds)])
 
-    def choice_of(number: int) -> Choice:
-        at = int(np.searchsorted(starts, number, "right")) - 1
-        division, samples = near[at]
-        how, sample, offer = np.unravel_index(number - starts[at], bounds[at][0].shape)
-        stage, tier, bit = offers[offer]
-        own = {"stage": stage, "tiers": tier, "bits": bit, "samples": samples[sample]}
-        return replace(division, recompute=RECOMPUTES[how], **own)
+    def variants(division: Choice, samples: Sequence[int]) -> Iterator[tuple[float, Choice | None]]:
+        """Yield bounds in their order: that of compute alone, for which nothing is planned, then of all."""
+        yield predictor.bounds(division, samples)[0].min(), None
+        seconds, _ = predictor.bounds(division, samples, offers)
+        for at in np.argsort(seconds, axis=None, kind="stable").tolist():
+            how, sample, offer = np.unravel_index(at, seconds.shape)
+            stage, tiers, bit = offers[offer]
+            more = {"stage": stage, "tiers": tiers, "bits": bit, "samples": samples[sample]}
+            yield seconds.flat[at], replace(division, recompute=recomputes(division)[how], **more)
 
     best, num_predicted, limit = dict[Choice, Prediction](), 0, np.inf
     known = defaultdict[Choice, list[tuple[Choice, float]]](list)
-    for number in np.argsort(seconds, kind="stable").tolist():
-        if not (least := seconds[number]) < limit:
+    for least, choice in merge(*(variants(*one) for one in near), key=lambda one: one[0]):
+        if not least < limit:
             break
-        choice = choice_of(number)
+        if choice is None:
+            continue
         place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
         most_seconds = min(limit, best[place].seconds) if place in best else limit
         if max(least, *(time for other, time in known[place] if _adds_to(other, choice)), 0) >= most_seconds:
@@ -139,14 +140,16 @@ def search(
     if not best:
         needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
         if near:
-            needs = f"the least is {format_bytes(peaks.min())}: take more ranks, or shorter samples"
+            least = min(predictor.bounds(*one, offers)[1].min() for one in near)
+            needs = f"the least is {format_bytes(least)}: take more ranks, or shorter samples"
         raise ValueError(
             f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
             f"configuration fits into {format_bytes(predictor.room)} of a device, with states of "
             f"{' or '.join(map(str, bits))} bits; {needs}"
         )
     ordered = sorted(best.values(), key=lambda one: one.seconds)[:num_best]
-    return SearchResult(tuple(ordered), len(seconds), num_predicted)
+    num = sum(len(recomputes(division)) * len(samples) for division, samples in near) * len(offers)
+    return SearchResult(tuple(ordered), num, num_predicted)
 
 
 def _adds_to(other: Choice, choice: Choice) -> bool:

@@ -25,7 +25,7 @@ COMPUTE, NETWORK, LINK = "compute", "network", "link"
 TIERS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
 """Tiers of optimizer states and of parameters, the nearest first; stage 3 has more than the first two."""
 RECOMPUTES = ("none", "unit", "auto")
-"""Ways to recompute; a pipeline has the first two."""
+"""Ways to recompute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,11 @@ class Choice:
         parts += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         parts += [] if self.tiers == TIERS[0] else [f"offload {'/'.join(self.tiers)}"]
         return ", ".join([*parts, *(["8-bit states"] if self.bits == 8 else [])])
+
+
+def recomputes(choice: Choice) -> Sequence[str]:
+    """Return the ways to recompute that exist: a pipeline has no budget of memory."""
+    return RECOMPUTES if choice.pp == 1 else RECOMPUTES[:2]
 
 
 def placement(choice: Choice) -> Sequence[int]:

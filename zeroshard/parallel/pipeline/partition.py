@@ -57,14 +57,12 @@ def partition(
     least = [(before[-1] - start) ** 2 for start in before[:-1]]
     ends: list[list[int]] = []  # of the first chunk, for the blocks from each one on
     for _ in range(1, num_chunks):
-        costs, own, end = list[int](), list[int](), len(least) - 1
-        for first in reversed(range(end)):  # one that begins earlier ends no later
-            options = ((before[at] - before[first]) ** 2 + least[at] for at in range(first + 1, end + 1))
-            cost, end = min(zip(options, range(first + 1, end + 1), strict=True))
-            costs.append(cost)
-            own.append(end)
-        least = costs[::-1]
-        ends.append(own[::-1])
+        found = [(0, len(least) - 1)]
+        for first in reversed(range(len(least) - 1)):
+            near = range(first + 1, found[-1][1] + 1)  # one that begins earlier ends no later
+            found.append(min(((before[at] - before[first]) ** 2 + least[at], at) for at in near))
+        least, own = map(list, zip(*found[:0:-1], strict=True))
+        ends.append(own)
     cuts = [0]
     for own in reversed(ends):
         cuts.append(own[cuts[-1]])
