@@ -14,6 +14,7 @@ attention by other operations is counted with these.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator, nullcontext
@@ -154,6 +155,8 @@ def count(
 
     trace = Trace(modules, read, model.modules())
     assumed = Assumed()  # type: ignore[no-untyped-call]
+    collects = gc.isenabled()
+    gc.disable()  # a collection in the middle would end garbage that another run counts to its end
     try:
         with META, torch.enable_grad(), attention if fuses else nullcontext(), assumed, work:
             trace.run(lambda: loss_of(model))
@@ -163,6 +166,9 @@ def count(
             f"{type(error).__name__}: {error}. num_tokens= is for causal language models of transformers; "
             "loss_of= computes the loss of any other model"
         ) from error
+    finally:
+        if collects:
+            gc.enable()
     return trace
 
 
