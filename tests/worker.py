@@ -169,7 +169,9 @@ def _attempt(step: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps(Reply(step(*arguments)))
     except BaseException as error:
-        failure = Failure(type(error).__name__, str(error), traceback.format_exc(), lost=False)
+        # A rank that could not open its group counts groups otherwise than the others from now on.
+        lost = not dist.is_initialized()
+        failure = Failure(type(error).__name__, str(error), traceback.format_exc(), lost)
         return pickle.dumps(Reply(failure=failure))
 
 
