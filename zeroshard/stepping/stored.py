@@ -93,7 +93,7 @@ class StoreHome(Home):
         The optimizer gets a dict of states of its own. After an exception nothing is written back.
 
         Raises:
-            RuntimeError: a file could not be read or written; the message names it.
+            RuntimeError: a file could not be read or written; the message names the folder.
         """
         if not (blocks := self._blocks(parameters)):
             yield
@@ -126,7 +126,7 @@ class StoreHome(Home):
         """End the writes to files; copies to the host may be under way.
 
         Raises:
-            RuntimeError: a part could not be written; the message names the file.
+            RuntimeError: a part could not be written; the message names the folder.
         """
         self._pieces.end_writes()
 
@@ -274,7 +274,7 @@ class _Block:
         if is_ours and key in self._places and part.data_ptr() == self._places[key][2].data_ptr():
             self._held.add(key)
             return self._in_piece(memory, key)
-        self._pieces.memory.check(value)
+        self._pieces.memory.fetch(value)
         return self._pieces.near(part.contiguous())
 
     def _in_piece(self, memory: Tensor, key: Key) -> Tensor:

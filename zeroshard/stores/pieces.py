@@ -125,7 +125,7 @@ class HostPieces:
         """Return a piece with the values of a parcel, and begin to read the one that is expected next.
 
         Raises:
-            RuntimeError: a file could not be read, or written before that; the message names it.
+            RuntimeError: a file could not be read, or written before that; the message names the folder.
         """
         if parcel in self._expected:  # others were left out
             self._expected, self._ahead = self._expected[self._expected.index(parcel) + 1 :], []
@@ -179,7 +179,7 @@ class HostPieces:
         """Let the host wait until all values are at rest.
 
         Raises:
-            RuntimeError: a file could not be written; the message names it.
+            RuntimeError: a file could not be written; the message names the folder.
         """
         for _, piece in self._ahead:
             piece.join()  # nobody needs what was read, nor its error
@@ -257,7 +257,7 @@ class FilePieces(HostPieces):
         """Let the host wait until all values are in files.
 
         Raises:
-            RuntimeError: a file could not be written; the message names it.
+            RuntimeError: a file could not be written; the message names the folder.
         """
         self.wait()
 
@@ -265,7 +265,7 @@ class FilePieces(HostPieces):
         """Make a piece as large as that; the host waits.
 
         Raises:
-            RuntimeError: an earlier transfer has failed; the message names the file.
+            RuntimeError: an earlier transfer has failed; the message names the folder.
         """
         piece.wait()
         if piece.on_host.numel() < num_bytes:
@@ -288,7 +288,7 @@ class FilePieces(HostPieces):
         """Let the host wait for what was read, and the current stream for the copy of it.
 
         Raises:
-            RuntimeError: a read has failed; the message names the file.
+            RuntimeError: a read has failed; the message names the folder.
         """
         piece.wait()
         if self._steps_on is Tier.DEVICE:
