@@ -77,7 +77,7 @@ class StoreHome(Home):
         blocks = [block for part in parts for block in self._blocks(part)]
         for block in blocks:
             block.bring(gradients)
-        is_first = not all(block.num_places for block in blocks if block.size)  # they will need more memory
+        is_first = any(block.is_new for block in blocks)  # they will need more memory
         self._pieces.expect(blocks, 1 if is_first else self._num_ahead)
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
@@ -189,14 +189,9 @@ class _Block:
         """The gradients as they were, while parameters show other values."""
 
     @property
-    def size(self) -> int:
-        """The elements of its main parameters."""
-        return self._main.numel()
-
-    @property
-    def num_places(self) -> int:
-        """The places of its states."""
-        return len(self._states)
+    def is_new(self) -> bool:
+        """True if its states have no places yet."""
+        return bool(self._main.numel()) and not self._states
 
     def lay_out(self) -> int:
         """Give each place a range of a piece; return the bytes of all."""
@@ -225,7 +220,7 @@ class _Block:
         lends = self.main and self._pieces.is_direct
         near = self._unit.lend(self.buffer, piece.follow_read) if lends else None
         if near is not None:
-            found[0] = near[self.start :][: self.size].view(torch.uint8), found[0][1]
+            found[0] = near[self.start :][: self._main.numel()].view(torch.uint8), found[0][1]
         return found
 
     def main_in(self, memory: Tensor) -> Tensor:
