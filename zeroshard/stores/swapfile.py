@@ -20,7 +20,6 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.tables import format_bytes
 
 SETTING = "offload.nvme_path"
-_EXPECTED = f"{SETTING}: expected an existing folder that this process may write to"
 _REMEDY = f"Check this disk, free space there, or set {SETTING} to a folder on another."
 BLOCK = mmap.PAGESIZE
 """Bytes of a block of direct I/O: a page, which is a multiple of the blocks of drives and file systems."""
@@ -38,11 +37,10 @@ class SwapFile:
         Raises:
             ValueError: the folder is not there or no folder, or may not be written to.
         """
+        check_folder(folder)
         self.folder, path, flags = folder, folder / f"zeroshard-{uuid4().hex}.swap", os.O_RDWR | os.O_CLOEXEC
-        try:  # A write waits for the disk: an error of the page cache would show later, or nowhere.
-            new = os.open(path, flags | os.O_DSYNC | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
+        # A write waits for the disk: an error of the page cache would show later, or nowhere.
+        new = os.open(path, flags | os.O_DSYNC | os.O_CREAT | os.O_EXCL, 0o600)
         self.descriptor = self._data = new
         descriptors = [new]
         self.close = weakref.finalize(self, _close, descriptors, os.getpid())
@@ -135,6 +133,7 @@ def _close(descriptors: Sequence[int], process: int) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raise a ValueError unless there is such a folder: a new one may lie on another disk than was meant."""
-    if not folder.is_dir():
-        reason = "it is no folder" if folder.exists() else "it does not exist"
-        raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {reason}")
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(
+            f"{SETTING}: expected an existing folder that this process may write to, got {str(folder)!r}"
+        )
