@@ -300,7 +300,7 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     engine.full_state_dict()  # ends the step
 
     def fail(file, values, offset):
-        raise RuntimeError(f"Expected to write '{file.path}': the disk is gone")
+        raise RuntimeError(f"Expected to write '{file.folder}': the disk is gone")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwapFile, "write", fail)

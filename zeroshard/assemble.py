@@ -114,7 +114,7 @@ def shard_over(
         setting=setting,
         device=device,
         streams=Streams.on(device),
-        memory=TierMemory(device, config.offload.nvme_path, axes.world.rank),
+        memory=TierMemory(device, config.offload.nvme_path),
         num_prefetch=config.num_prefetch,
         output_dtype=config.precision.output_dtype,
     )

@@ -178,7 +178,7 @@ class Averages:
 
         Raises:
             RuntimeError: in a forward, a backward, `unsharded()` or another such block; the engine is closed;
-                or averages in files are lost, and the message names the file. Inside: a backward to
+                or averages in files are lost, and the message names the folder. Inside: a backward to
                 parameters, a step, a checkpoint, `close()`, and calls that keep edits of parameters.
         """
         runtime, what = self._runtime, "EMA.applied()"

@@ -145,7 +145,7 @@ def test_a_buffer_is_at_most_an_eighth_or_a_page_larger_than_asked_for():
 
 
 def test_a_buffer_of_the_same_class_is_used_again():
-    pool = HostCopies(TierMemory(torch.device("cpu"), None, 0), STREAMS)
+    pool = HostCopies(TierMemory(torch.device("cpu"), None), STREAMS)
     first = pool.take(8 * MB - 5)
     other = pool.take(8 * MB)
     assert other is not first
@@ -154,7 +154,7 @@ def test_a_buffer_of_the_same_class_is_used_again():
 
 
 def test_all_buffers_are_never_more_than_were_in_use_at_once():
-    meter = TierMemory(torch.device("cpu"), None, 0)
+    meter = TierMemory(torch.device("cpu"), None)
     pool = HostCopies(meter, STREAMS)
     pool.give(pool.take(2 * MB))
     small = [pool.take(MB), pool.take(MB)]
@@ -169,7 +169,7 @@ def test_all_buffers_are_never_more_than_were_in_use_at_once():
 
 
 def test_the_driver_forgets_a_buffer_only_after_its_last_copy(driver):
-    waits, pool = [], HostCopies(TierMemory(torch.device("cuda"), None, 0), STREAMS)
+    waits, pool = [], HostCopies(TierMemory(torch.device("cuda"), None), STREAMS)
 
     def used(pool, num_bytes):
         """A buffer with a copy; it must still be registered when the host waits for that."""
@@ -198,7 +198,7 @@ NUMEL = 1024
 
 @pytest.fixture
 def store():
-    return HostGradients(TierMemory(torch.device("cpu"), None, 0), STREAMS.to_host)
+    return HostGradients(TierMemory(torch.device("cpu"), None), STREAMS.to_host)
 
 
 def leave(store, values):

@@ -104,7 +104,7 @@ def test_a_piece_that_could_not_be_written_is_an_error_until_a_load(tmp_path):
         with mock.patch("os.pwritev", side_effect=OSError(5, os.strerror(5))):
             # The first step may wait for the second forward.
             errors = [runs.refusal(lambda: runs.train(engine, [2, 3])) for _ in range(2)]
-        assert ".swap: could not write" in errors[0]
+        assert f"{tmp_path}: could not write" in errors[0]
         assert "Input/output error" in errors[0]
         assert "load" in errors[1] or "Input/output error" in errors[1]
         engine.load_checkpoint(tmp_path / "saved")
@@ -131,7 +131,7 @@ class Numbers(Parcel):
 def test_parcels_are_read_and_written_in_any_order(num_ahead):
     """Also those that are expected and not fetched, and those that nobody expected."""
     device = torch.device("cpu")
-    pieces_of_host = HostPieces(TierMemory(device, None, 0), Streams.on(device))
+    pieces_of_host = HostPieces(TierMemory(device, None), Streams.on(device))
     for seed in range(100):
         chance = random.Random(seed)
         parcels = [Numbers(8 * number) for number in range(chance.randint(1, 9))]

@@ -114,7 +114,7 @@ def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
     memory = runtime.context.memory
     runtime.state.num_edits += 1
     for buffer, own in groupby(pairs, lambda pair: pair[0].buffer):
-        memory.check(buffer.main)
+        memory.fetch(buffer.main)
         for whole, values in own:
             whole.values.copy_(whole.cut(values))  # the host waits: it may read them at once
         memory.evict(buffer.main)

@@ -77,7 +77,7 @@ class StoreHome(Home):
         blocks = [block for part in parts for block in self._blocks(part)]
         for block in blocks:
             block.bring(gradients)
-        is_first = not all(block.num_places for block in blocks if block.size)  # they will need more memory
+        is_first = not all(block.state_places for block in blocks if block.size)  # they will need more memory
         self._pieces.expect(blocks, 1 if is_first else self._num_ahead)
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
@@ -93,7 +93,7 @@ class StoreHome(Home):
         The optimizer gets a dict of states of its own. After an exception nothing is written back.
 
         Raises:
-            RuntimeError: a file could not be read or written; the message names it.
+            RuntimeError: a file could not be read or written; the message names the folder.
         """
         if not (blocks := self._blocks(parameters)):
             yield
@@ -126,7 +126,7 @@ class StoreHome(Home):
         """End the writes to files; copies to the host may be under way.
 
         Raises:
-            RuntimeError: a part could not be written; the message names the file.
+            RuntimeError: a part could not be written; the message names the folder.
         """
         self._pieces.end_writes()
 
@@ -175,7 +175,7 @@ class _Block:
             p: span.shifted(-self.start).slice if span.size else slice(0, 0) for p, span in spans.items()
         }
         """The elements of each parameter, counted from the first one here."""
-        self._states: list[Tensor] = []
+        self.state_places: list[Tensor] = []
         """The places of states."""
         self._spans: list[slice] = []
         """The ranges of bytes of all places in a piece."""
@@ -193,15 +193,10 @@ class _Block:
         """The elements of its main parameters."""
         return self._main.numel()
 
-    @property
-    def num_places(self) -> int:
-        """The places of its states."""
-        return len(self._states)
-
     def lay_out(self) -> int:
         """Give each place a range of a piece; return the bytes of all."""
         self._spans, at = [], 0
-        for rest in (*self.main, *self._states, *(part for _, part in self._brought)):
+        for rest in (*self.main, *self.state_places, *(part for _, part in self._brought)):
             start = round_up(at, self._pieces.alignment) + int(rest.storage_offset()) % self._pieces.alignment
             at = start + rest.nbytes
             self._spans.append(slice(start, at))
@@ -209,7 +204,7 @@ class _Block:
 
     def places(self) -> list[tuple[Tensor, slice]]:
         """The places at rest, each with its range in a piece."""
-        return list(zip((*self.main, *self._states), self._spans, strict=False))
+        return list(zip((*self.main, *self.state_places), self._spans, strict=False))
 
     def bring(self, gradients: Mapping[ShardedParameter, Tensor]) -> None:
         """Let gradients that lie on the host travel along with the values."""
@@ -244,7 +239,7 @@ class _Block:
             counts: the parameters whose counters of steps lie with them.
         """
         self._held.clear()
-        spans = self._spans[len(self.main) + len(self._states) :]
+        spans = self._spans[len(self.main) + len(self.state_places) :]
         brought = {id(g): memory[s].view(g.dtype) for (g, _), s in zip(self._brought, spans, strict=True)}
         for p, span in self._span_of.items() if self.main or self._piece is not None else ():
             self._gradients[p] = gradient = gradient_of(p)
@@ -274,7 +269,7 @@ class _Block:
         if is_ours and key in self._places and part.data_ptr() == self._places[key][2].data_ptr():
             self._held.add(key)
             return self._in_piece(memory, key)
-        self._pieces.memory.check(value)
+        self._pieces.memory.fetch(value)
         return self._pieces.near(part.contiguous())
 
     def _in_piece(self, memory: Tensor, key: Key) -> Tensor:
@@ -317,7 +312,7 @@ class _Block:
         else:
             mark_here(self._pieces.memory.device).synchronize()  # it has read the places that go
             del written[len(self.main) :]
-            self._states, self._places = [], {}
+            self.state_places, self._places = [], {}
             if self._piece is None:
                 self._move(present)
             else:
@@ -344,7 +339,7 @@ class _Block:
             end += round_up(value.nbytes, ALIGNMENT)
         place = self._pieces.empty(round_up(end, self._pieces.alignment), torch.uint8)
         self._pieces.memory.fill(place, [(starts[key], value) for key, value in present.items()])
-        self._states = [place]
+        self.state_places = [place]
         self._places = {
             key: (len(self.main), starts[key], _over(place, starts[key], value))
             for key, value in present.items()
@@ -366,8 +361,8 @@ class _Block:
                 target.copy_(value)
             else:
                 memory.fill(target.view(torch.uint8), [(0, value)])
-                self._places[p, name] = (len(self.main) + len(self._states), 0, target)
-                self._states.append(target.view(torch.uint8))
+                self._places[p, name] = (len(self.main) + len(self.state_places), 0, target)
+                self.state_places.append(target.view(torch.uint8))
 
 
 def _is_alike(value: Tensor, other: Tensor) -> bool:

@@ -85,6 +85,8 @@ def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+_THREADS = 4
+"""Threads that read and write, for each folder."""
 LEAST_CHUNK = 1 << 20
 MOST_CHUNK = 16 << 20
 
@@ -100,7 +102,7 @@ class FileTransfer:
         """Wait until no thread uses the memory any more.
 
         Raises:
-            RuntimeError: a part could not be read or written. The message names the file; each further call
+            RuntimeError: a part could not be read or written. The message names the folder; each further call
                 raises it again.
         """
         if failure := self.join():
@@ -124,23 +126,21 @@ class Extent:
 class Swap:
     """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
 
-    def __init__(self, folders: Sequence[str | Path], rank: int, num_threads: int = 4) -> None:
-        """Files are opened for the first values; then those of processes that were killed are removed.
+    def __init__(self, folders: Sequence[str | Path]) -> None:
+        """Files are opened for the first values.
 
         Args:
             folders: existing folders, on one disk each; none if no values will lie in files.
-            rank: the rank of this process, for the names of the files.
-            num_threads: threads that read and write, for each folder.
         """
         self._process = os.getpid()
         """A forked process has no part in the files."""
-        self._folders, self._rank, self._num_threads = folders, rank, num_threads * max(1, len(folders))
+        self._folders, self._num_threads = folders, _THREADS * max(1, len(folders))
         # They end with this object. Nobody may wait for them, or start one, inside a garbage collection: it
         # may run in a thread that is just being started, under a lock of Python's own.
         self._threads = ThreadPoolExecutor(self._num_threads, "zeroshard-swap")
         self._files: list[SwapFile] = []
-        """One in each folder. It is removed when neither this object nor a transfer uses it any more, or at
-        exit."""
+        """One in each folder; it ends at exit, or when neither this object nor a transfer uses it any more.
+        """
         self._lock = threading.RLock()  # a garbage collection under it may free space
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
         self.mapped: dict[int, Extent] = {}
@@ -157,7 +157,7 @@ class Swap:
         The space is freed when nobody holds the tensor any more. Use tensor and transfers in turns.
 
         Raises:
-            ValueError: a folder is not there, may not be written to, or its file system has no locks.
+            ValueError: a folder is not there, or may not be written to.
             RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
         """
         self._check_process()
@@ -165,7 +165,7 @@ class Swap:
         with self._lock:
             if not self._files:
                 return_freed_memory()  # units that come from files and go are to keep no memory
-                self._files = [SwapFile(Path(folder), self._rank) for folder in self._folders]
+                self._files = [SwapFile(Path(folder)) for folder in self._folders]
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
         ranges = [(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks]
         tensor = map_ranges(ranges, self._free_mapped)
@@ -184,25 +184,15 @@ class Swap:
         """Check that the files have the values of an extent, before they are read through its tensor.
 
         Raises:
-            RuntimeError: a file was removed or truncated, or the last write has failed.
+            RuntimeError: the last write has failed.
         """
-        self._check_files(extent)
         for write in list(extent.writes.values()):
             write.wait()
 
     def renew(self, extent: Extent) -> None:
-        """Drop the errors of writes, since all values will be written through the tensor.
-
-        Raises:
-            RuntimeError: a file was removed or truncated.
-        """
-        self._check_files(extent)
+        """Drop the errors of writes, since all values will be written through the tensor."""
         while extent.writes:
             extent.writes.popitem()[1].join()
-
-    def _check_files(self, extent: Extent) -> None:
-        for number in {chunk.file for chunk in extent.chunks}:
-            self._files[number].check()
 
     def _free_mapped(self, address: int) -> None:
         # A garbage collection calls this anywhere, while another thread may change the dict. No transfer is

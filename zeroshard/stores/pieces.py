@@ -125,7 +125,7 @@ class HostPieces:
         """Return a piece with the values of a parcel, and begin to read the one that is expected next.
 
         Raises:
-            RuntimeError: a file could not be read, or written before that; the message names it.
+            RuntimeError: a file could not be read, or written before that; the message names the folder.
         """
         if parcel in self._expected:  # others were left out
             self._expected, self._ahead = self._expected[self._expected.index(parcel) + 1 :], []
@@ -179,7 +179,7 @@ class HostPieces:
         """Let the host wait until all values are at rest.
 
         Raises:
-            RuntimeError: a file could not be written; the message names it.
+            RuntimeError: a file could not be written; the message names the folder.
         """
         for _, piece in self._ahead:
             piece.join()  # nobody needs what was read, nor its error
@@ -225,7 +225,8 @@ class HostPieces:
 
     def near(self, value: Tensor) -> Tensor:
         """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
-        return moves.to_device(value, self.memory.device)
+        near = moves.to_device(value, self.memory.device)
+        return near.clone() if self.memory.is_in_files(near) else near
 
     def send(self, places: Places, piece: Piece) -> None:
         """Copy values to the host, on the current stream: the stream of copies to the host."""
@@ -248,16 +249,11 @@ class FilePieces(HostPieces):
     is_direct = False
     alignment = swapfile.BLOCK
 
-    def __init__(self, memory: TierMemory, streams: Streams) -> None:
-        super().__init__(memory, streams)
-        self._steps_on = _place_of_steps(memory.device)
-        """The tier whose memory is stepped."""
-
     def end_writes(self) -> None:
         """Let the host wait until all values are in files.
 
         Raises:
-            RuntimeError: a file could not be written; the message names it.
+            RuntimeError: a file could not be written; the message names the folder.
         """
         self.wait()
 
@@ -265,19 +261,20 @@ class FilePieces(HostPieces):
         """Make a piece as large as that; the host waits.
 
         Raises:
-            RuntimeError: an earlier transfer has failed; the message names the file.
+            RuntimeError: an earlier transfer has failed; the message names the folder.
         """
         piece.wait()
         if piece.on_host.numel() < num_bytes:
             self.memory.staging_bytes += num_bytes - piece.on_host.nbytes
+            if piece.memory is piece.on_host:
+                piece.memory = piece.memory.new_empty(0)
             piece.on_host = piece.on_host.new_empty(0)  # before the larger one is taken
-            piece.memory = piece.on_host if self._steps_on is Tier.HOST else piece.memory
             piece.on_host = self.memory.host(num_bytes)
         piece.filled = slice(0, num_bytes)
-        if self._steps_on is Tier.HOST:
-            piece.memory = piece.on_host
-        else:
+        if streams.has_streams(self.memory.device):
             super().reserve(piece, num_bytes)
+        else:
+            piece.memory = piece.on_host
 
     def read(self, places: Places, piece: Piece) -> None:
         """Start to read."""
@@ -288,10 +285,10 @@ class FilePieces(HostPieces):
         """Let the host wait for what was read, and the current stream for the copy of it.
 
         Raises:
-            RuntimeError: a read has failed; the message names the file.
+            RuntimeError: a read has failed; the message names the folder.
         """
         piece.wait()
-        if self._steps_on is Tier.DEVICE:
+        if piece.memory is not piece.on_host:
             with self.streams.to_device.here():  # compute has let go of the piece: the host has waited
                 piece.memory[piece.filled].copy_(piece.on_host[piece.filled], non_blocking=True)
             piece.copies.append(self.streams.to_device.mark())
@@ -299,7 +296,7 @@ class FilePieces(HostPieces):
 
     def send(self, places: Places, piece: Piece) -> None:
         """Copy values to the host, if they are stepped elsewhere."""
-        for _, span in places if self._steps_on is Tier.DEVICE else ():
+        for _, span in places if piece.memory is not piece.on_host else ():
             piece.on_host[span].copy_(piece.memory[span], non_blocking=True)
 
     def sent(self, places: Places, piece: Piece) -> None:
@@ -308,16 +305,6 @@ class FilePieces(HostPieces):
         for rest, span in places:
             is_there = piece.copies[-1].synchronize
             piece.transfers.append(self.memory.swap.write(rest, piece.on_host[span], is_there))
-
-    def near(self, value: Tensor) -> Tensor:
-        """Return it where its parameter is stepped."""
-        if self._steps_on is Tier.DEVICE:
-            return super().near(value)
-        return value.clone() if self.memory.is_in_files(value) else value
-
-
-def _place_of_steps(device: torch.device) -> Tier:
-    return Tier.DEVICE if streams.has_streams(device) else Tier.HOST
 
 
 def pieces_for(plans: Iterable[BufferPlan], memory: TierMemory, streams: Streams) -> HostPieces:

@@ -48,12 +48,11 @@ class TierMemory:
         device: the device that computes.
         path: `Config.offload.nvme_path`: a folder for files, or several with ":" between them. The files are
             opened at the first tensor in them.
-        rank: the rank, for the names of the files.
     """
 
-    def __init__(self, device: torch.device, path: str | None, rank: int) -> None:
+    def __init__(self, device: torch.device, path: str | None) -> None:
         self.device = device
-        self.swap = Swap(path.split(":") if path else (), rank)
+        self.swap = Swap(path.split(":") if path else ())
         """The files of this rank."""
         self.staging_bytes = 0
         """Bytes of host memory through which values of files pass, and in which activations rest."""
@@ -102,29 +101,19 @@ class TierMemory:
         """Let the system read a tensor in files ahead of its use.
 
         Raises:
-            RuntimeError: its values are lost; the message names the file.
+            RuntimeError: its values are lost; the message names the folder.
         """
         if (extent := self._extent_of(tensor)) is not None:
             self.swap.check(extent)
             advise(tensor, mmap.MADV_WILLNEED)
 
-    def check(self, tensor: Tensor) -> None:
-        """Check a tensor before its use: one that shows a truncated file would end the process.
-
-        Raises:
-            RuntimeError: its values are lost; the message names the file.
-        """
-        if (extent := self._extent_of(tensor)) is not None:
-            self.swap.check(extent)
-
     def copy(self, values: Tensor, target: Tensor) -> None:
         """Copy values of any tier and dtype, on the current stream; a device that is not the host casts.
 
         Raises:
-            RuntimeError: values are lost; the message names the file.
+            RuntimeError: values are lost; the message names the folder.
         """
         self.fetch(values)
-        self.check(target)
         if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
             values = values.to(target.device, non_blocking=True)
         target.copy_(values, non_blocking=True)
@@ -132,11 +121,7 @@ class TierMemory:
         self.evict(target)
 
     def renew(self, tensor: Tensor) -> None:
-        """Prepare memory whose values will all be written through tensors, after earlier writes have failed.
-
-        Raises:
-            RuntimeError: a file was removed or truncated; the message names it.
-        """
+        """Prepare memory whose values will all be written through tensors, after earlier writes failed."""
         if (extent := self._extent_of(tensor)) is not None:
             self.swap.renew(extent)
 
@@ -144,7 +129,7 @@ class TierMemory:
         """Write values to a place at rest, of uint8, each from a byte of it on; the host waits.
 
         Raises:
-            RuntimeError: a file could not be written; the message names it.
+            RuntimeError: a file could not be written; the message names the folder.
         """
         is_in_files = self.is_in_files(place)
         lead = int(place.storage_offset()) % BLOCK if is_in_files else 0
@@ -201,7 +186,7 @@ class Store:
         """Let the system read values ahead of a load, if they lie in files.
 
         Raises:
-            RuntimeError: they are lost; the message names their file.
+            RuntimeError: they are lost; the message names the folder.
         """
         self._memory.fetch(self.values)
 
@@ -209,7 +194,7 @@ class Store:
         """Copy the values from an element on to memory of any tier and dtype, on the current stream.
 
         Raises:
-            RuntimeError: they are lost; the message names their file.
+            RuntimeError: they are lost; the message names the folder.
         """
         self._memory.copy(self.values.detach()[start : start + out.numel()], out)
 
