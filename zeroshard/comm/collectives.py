@@ -286,17 +286,12 @@ class Axis:
 
         return answer
 
-    def sum(self, value: Tensor, label: str) -> Tensor:
-        """Return the sum of a tensor over the ranks, added in rank order: the same bits on all ranks.
+    def sum(self, value: Tensor, label: str) -> Callable[[], Tensor]:
+        """Add up a tensor over the ranks, in rank order: the same bits on all ranks.
 
         Args:
             value: a small tensor of the same shape and dtype on all ranks; the result is on its device.
             label: the name of the exchange in errors.
-        """
-        return self.begin_sum(value, label)()
-
-    def begin_sum(self, value: Tensor, label: str) -> Callable[[], Tensor]:
-        """Begin a `sum`; arguments as it has them.
 
         Returns:
             A function that waits for the sum; until its call the exchange runs during other work.
