@@ -65,14 +65,9 @@ def test_the_device_is_the_one_asked_for_or_the_accelerator_of_the_local_rank_or
     assert choice(asked, **changes) == chosen
 
 
-BEYOND = ("rank 11 sees", "an index below 2", "got cuda:3", "CUDA_VISIBLE_DEVICES", "--nproc-per-node")
-
-
 @pytest.mark.parametrize(
     ("asked", "changes", "words"),
     [
-        (None, env(LOCAL_RANK="3", CUDA_VISIBLE_DEVICES="0,5") | {"num_devices": 2}, BEYOND),
-        ("cuda:8", {}, ["an index below 8, the number of cuda devices that rank 11 sees, got cuda:8"]),
         ("cuda", CPU_ONLY, ["an accelerator that torch sees (there is none), got 'cuda'"]),
         ("xpu", {}, ["an accelerator that torch sees (cuda), got 'xpu'"]),
         ("cuda", {"backends": GLOO}, ["device 'cuda", f"the backends {GLOO}, and none of them"]),

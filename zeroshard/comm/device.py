@@ -20,9 +20,9 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 
 
 def use_device(asked: str | None) -> torch.device:
-    """Choose the device of this rank, and make it the current one."""
+    """Choose the device of this rank, and make it the current one; torch refuses one that is not there."""
     has_group = dist.is_initialized()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = choose_device(
         asked,
         environment=os.environ,
@@ -61,7 +61,7 @@ def choose_device(
             without one.
 
     Raises:
-        ValueError: there is no such device, or the process group cannot exchange its tensors.
+        ValueError: there is no such type of device, or the process group cannot exchange its tensors.
     """
     by_type = dict(pair.split(":") for pair in backends.split(",")) if backends is not None else {}
 
@@ -93,10 +93,4 @@ def choose_device(
             index = 0 if num_devices == 1 else int(environment[name])
         else:
             index = current_index if num_ranks == 1 or current_index != 0 else rank % num_devices
-    if index >= num_devices:
-        raise ValueError(
-            f"config key 'device': expected an index below {num_devices}, the number of {wanted.type} "
-            f"devices that rank {rank} sees, got {wanted.type}:{index}. Ask for another one, or check "
-            "CUDA_VISIBLE_DEVICES and the number of ranks of a node (torchrun --nproc-per-node)"
-        )
     return torch.device(wanted.type, index)
