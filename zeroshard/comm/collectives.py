@@ -448,13 +448,12 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
     except Exception as caught:  # of whatever kind: the other ranks wait
         error, speaks_for_itself = caught, isinstance(caught, ValueError | RuntimeError | OSError)
         text = str(caught) if speaks_for_itself else f"{type(caught).__name__}: {caught}"
-        outcome = (isinstance(caught, ValueError), text), None
+        outcome = (ValueError if isinstance(caught, ValueError) else RuntimeError)(text), None
     everyone = axis.all_gather_object(outcome, label)
     for rank, (failed, _) in enumerate(everyone):
         if failed is not None:
-            is_value_error, text = failed
             place = f" (rank {rank})" if axis.size > 1 else ""
-            raise (ValueError if is_value_error else RuntimeError)(text + place) from error
+            raise type(failed)(f"{failed}{place}") from error
     return [given for _, given in everyone]
 
 
