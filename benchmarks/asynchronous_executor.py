@@ -22,7 +22,7 @@ from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.asynchronous.method import decay_of_changes, mean_of_changes
 from zeroshard.parallel.pipeline.simulate import ScheduleTimes, simulate
-from zeroshard.parameters.sharded import set_gradient
+from zeroshard.parameters.sharded import set_gradients
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Make = Callable[[Sequence[Tensor]], Optimizer]
@@ -161,7 +161,7 @@ class Stage:
         before = self.main.clone() if self._newest in kept or self.noted is not None else None
         if before is not None and self._newest in kept:
             self._kept[self._newest] = before
-        set_gradient(self.main, self._gradient.div_(self._backwards))
+        set_gradients([(self.main, self._gradient.div_(self._backwards))])
         if self._corrected is None:
             self.optimizer.step()
         else:

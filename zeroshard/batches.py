@@ -145,7 +145,7 @@ def _zero(engine: Engine) -> Tensor:
 
 
 def _mean(engine: Engine, loss: Tensor) -> Tensor:
-    return engine._axes.dp.sum(loss, "mean of the loss") / engine._axes.dp.size
+    return engine._axes.dp.sum(loss, "mean of the loss")() / engine._axes.dp.size
 
 
 @contextmanager

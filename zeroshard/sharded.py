@@ -26,7 +26,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
-from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, set_gradient
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, set_gradients
 from zeroshard.parameters.state import IN_BATCH, Moment, Phase
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
@@ -108,7 +108,7 @@ def release(runtime: Runtime, refusal: str) -> None:
     runtime.changes.undo()
     with past_guards():
         for sharded in runtime.parameters:  # the optimizer and the user may keep them
-            set_gradient(sharded, None)
+            set_gradients([(sharded, None)])
             sharded.data = sharded.new_empty(0)
     for unit in runtime.units:
         unit.release()

@@ -58,7 +58,7 @@ def test_a_part_of_the_model_has_its_own_data_parallel_ranks():
     groups = [list(axis.global_ranks) for axis in (axes.dp, axes.dp_shard, axes.tp)]
     assert groups == [data, data, tensor]
     own = torch.tensor([float(rank)])
-    sums = [axis.sum(own, "test").item() for axis in (axes.dp, axes.dp_shard, axes.dp_replicate, axes.tp)]
+    sums = [axis.sum(own, "test")().item() for axis in (axes.dp, axes.dp_shard, axes.dp_replicate, axes.tp)]
     assert sums == [sum(data), sum(data), rank, sum(tensor)]
     assert len(set(world().all_gather_object(axes.dp.first_tag, "test"))) == 1
 

@@ -59,7 +59,7 @@ def trained(name, config, plan=None):
             loss = loss_of(name, engine, tokens_of(name, number, engine.device, own))
             engine.backward(loss)
             engine.step()
-            losses.append((engine._axes.dp.sum(loss.detach(), "test") / engine.dp_world_size).item())
+            losses.append((engine._axes.dp.sum(loss.detach(), "test")() / engine.dp_world_size).item())
             norms.append(engine.grad_norm.item())
         state, whole = engine.full_state_dict(), runs.digests(engine)
     else:

@@ -295,7 +295,7 @@ def test_what_needs_memory_is_refused_while_a_model_is_recorded_and_works_afterw
         for call, name in ((zeroshard.initialize, "initialize"), (zeroshard.shard, "shard")):
             with pytest.raises(RuntimeError, match=rf"^{name} inside zeroshard\.deferred_init\(\)"):
                 call(model)
-        refused = r"^a sharded model cannot be called inside zeroshard\.deferred_init\(\)"
+        refused = r"^a sharded model cannot be called inside .* zeroshard\.deferred_init\(\)"
         with pytest.raises(RuntimeError, match=refused):
             engine(torch.arange(9)[None])
     for each in ((engine, optimizer), start(model, grouped)):

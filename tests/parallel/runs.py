@@ -180,7 +180,7 @@ def divided(
             engine.step()
             total += loss.detach() / num
         norms.append(0.0 if engine.grad_norm is None else engine.grad_norm.item())
-        losses.append((axis.sum(total, "test") / axis.size).item())
+        losses.append((axis.sum(total, "test")() / axis.size).item())
     whole, state = digests(engine), engine.full_state_dict()
     engine.close(restore=False)
     return Run(losses, norms, state, whole)

@@ -86,7 +86,7 @@ def train(engine, numbers):
         loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
-        losses.append((axis.sum(loss.detach(), "test") / axis.size).item())
+        losses.append((axis.sum(loss.detach(), "test")() / axis.size).item())
     return losses
 
 

@@ -286,17 +286,12 @@ class Axis:
 
         return answer
 
-    def sum(self, value: Tensor, label: str) -> Tensor:
-        """Return the sum of a tensor over the ranks, added in rank order: the same bits on all ranks.
+    def sum(self, value: Tensor, label: str) -> Callable[[], Tensor]:
+        """Add up a tensor over the ranks, in rank order: the same bits on all ranks.
 
         Args:
             value: a small tensor of the same shape and dtype on all ranks; the result is on its device.
             label: the name of the exchange in errors.
-        """
-        return self.begin_sum(value, label)()
-
-    def begin_sum(self, value: Tensor, label: str) -> Callable[[], Tensor]:
-        """Begin a `sum`; arguments as it has them.
 
         Returns:
             A function that waits for the sum; until its call the exchange runs during other work.
@@ -453,13 +448,12 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
     except Exception as caught:  # of whatever kind: the other ranks wait
         error, speaks_for_itself = caught, isinstance(caught, ValueError | RuntimeError | OSError)
         text = str(caught) if speaks_for_itself else f"{type(caught).__name__}: {caught}"
-        outcome = (isinstance(caught, ValueError), text), None
+        outcome = (ValueError if isinstance(caught, ValueError) else RuntimeError)(text), None
     everyone = axis.all_gather_object(outcome, label)
     for rank, (failed, _) in enumerate(everyone):
         if failed is not None:
-            is_value_error, text = failed
             place = f" (rank {rank})" if axis.size > 1 else ""
-            raise (ValueError if is_value_error else RuntimeError)(text + place) from error
+            raise type(failed)(f"{failed}{place}") from error
     return [given for _, given in everyone]
 
 

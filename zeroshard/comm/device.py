@@ -10,7 +10,6 @@ index    LOCAL_RANK (torchrun), or its like of srun and mpirun. Where there is n
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,49 +19,17 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 
 
 def use_device(asked: str | None) -> torch.device:
-    """Choose the device of this rank, and make it the current one."""
-    has_group = dist.is_initialized()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = choose_device(
-        asked,
-        environment=os.environ,
-        accelerator=accelerator.type if accelerator is not None else None,
-        num_devices=torch.accelerator.device_count() if accelerator is not None else 0,
-        current_index=torch.accelerator.current_device_index() if accelerator is not None else 0,
-        rank=dist.get_rank() if has_group else int(os.environ.get("RANK", "0")),
-        num_ranks=dist.get_world_size() if has_group else int(os.environ.get("WORLD_SIZE", "1")),
-        backends=dist.get_backend_config() if has_group else None,
-    )
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    return device
-
-
-def choose_device(
-    asked: str | None,
-    *,
-    environment: Mapping[str, str],
-    accelerator: str | None,
-    num_devices: int,
-    current_index: int,
-    rank: int,
-    num_ranks: int,
-    backends: str | None,
-) -> torch.device:
-    """Return the device of this rank.
+    """Choose the device of this rank, and make it the current one; torch refuses one that is not there.
 
     Args:
         asked: `Config.device`.
-        environment: the variables of this process.
-        accelerator: the type of the devices that torch sees ("cuda"); None: there are none.
-        num_devices, current_index: their number, and the current one.
-        rank, num_ranks: this rank and the number of ranks.
-        backends: the backends of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None
-            without one.
 
     Raises:
-        ValueError: there is no such device, or the process group cannot exchange its tensors.
+        ValueError: there is no such type of device, or the process group cannot exchange its tensors.
     """
+    present = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = present.type if present is not None else None
+    backends = dist.get_backend_config() if dist.is_initialized() else None
     by_type = dict(pair.split(":") for pair in backends.split(",")) if backends is not None else {}
 
     def serves(kind: str) -> bool:
@@ -84,19 +51,20 @@ def choose_device(
         )
     if wanted.type == "cpu":
         return wanted
-    index = wanted.index
-    if str(wanted) == wanted.type:  # without an index
-        # In the shell of a job, only torchrun's variable is about a process that runs alone.
-        names = _LOCAL_RANKS if num_ranks > 1 else _LOCAL_RANKS[:1]
-        name = next((name for name in names if environment.get(name, "").isdecimal()), None)
-        if name is not None:  # the only device is mostly shown to this rank alone
-            index = 0 if num_devices == 1 else int(environment[name])
-        else:
-            index = current_index if num_ranks == 1 or current_index != 0 else rank % num_devices
-    if index >= num_devices:
-        raise ValueError(
-            f"config key 'device': expected an index below {num_devices}, the number of {wanted.type} "
-            f"devices that rank {rank} sees, got {wanted.type}:{index}. Ask for another one, or check "
-            "CUDA_VISIBLE_DEVICES and the number of ranks of a node (torchrun --nproc-per-node)"
-        )
+    index = _own_index() if str(wanted) == wanted.type else wanted.index  # "cuda" has no index
+    torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)
+
+
+def _own_index() -> int:
+    """The index of this rank's device, where none was asked for."""
+    has_group = dist.is_initialized()
+    rank = dist.get_rank() if has_group else int(os.environ.get("RANK", "0"))
+    num_ranks = dist.get_world_size() if has_group else int(os.environ.get("WORLD_SIZE", "1"))
+    num_devices, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    # In the shell of a job, only torchrun's variable is about a process that runs alone.
+    names = _LOCAL_RANKS if num_ranks > 1 else _LOCAL_RANKS[:1]
+    name = next((name for name in names if os.environ.get(name, "").isdecimal()), None)
+    if name is not None:  # the only device is mostly shown to this rank alone
+        return 0 if num_devices == 1 else int(os.environ[name])
+    return current if num_ranks == 1 or current != 0 else rank % num_devices

@@ -44,8 +44,7 @@ class _Lifecycle:
         for holder in list(self.holders):
             holder.close(_DRAIN_S)
         self.holders.clear()
-        stop, self.stop_group = self.stop_group, object
-        stop()
+        self.stop_group()
         if self.watchdog is not None:  # last: errors of the other ranks are to find it
             self.watchdog.close()
             self.watchdog = None

@@ -332,8 +332,9 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1, *, is_local: b
     else:
         dp = world.over(shard, _control_group(shard, [dist.get_process_group_ranks(shard)], world.timeout_s))
     axes = Axes.of_one_group(mesh, dp)
+    axes.world = world if mesh.size() == world.size else dp
     if is_local:
-        axes.world, axes.outer = world, world.over(mesh.get_group(DP_REPLICATE))
+        axes.outer = world.over(mesh.get_group(DP_REPLICATE))
     elif DP_REPLICATE in names:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
     _open_model_axes(axes, mesh, world)
@@ -366,8 +367,6 @@ def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:
     if PP in names:
         axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world)
         axes.pp = _open_parts(PP, mesh, (PP,), world)
-    if PP in names or TP in names:
-        axes.world = world
 
 
 def open_pairs(axes: Axes, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:

@@ -37,7 +37,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
             return method(*args, **kwargs)
         root, passes = runtime.root, runtime.passes
         if (dtype := runtime.input_dtype(root.module)) is not None:
-            args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype, in_lists=True)
+            args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype)
         before = passes.is_in_method
         try:
             passes.before_forward(root)

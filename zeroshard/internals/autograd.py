@@ -102,14 +102,11 @@ def reentrant_error() -> RuntimeError:
     )
 
 
-def capture_around() -> str | None:
-    """Return the name of a tracer that records operations now, or of a transform; None if there is none."""
-    if _is_tracing():
-        return "torch.jit.trace"
-    if _len_torch_dispatch_stack():
-        if any(_get_dispatch_mode(mode) is not None for mode in _TRACERS):
-            return "make_fx, FakeTensorMode or torch.export, which builds on them"
-        recorders = (getattr(mode, "records_for", None) for mode in _get_current_dispatch_mode_stack())
-        if found := [*filter(None, recorders)]:
-            return str(found[0])
-    return "a transform of torch.func (grad, vmap, ...)" if peek_interpreter_stack() is not None else None
+def is_recorded() -> bool:
+    """True if a tracer records operations now, or a transform of torch.func runs."""
+    if _is_tracing() or peek_interpreter_stack() is not None:
+        return True
+    if not _len_torch_dispatch_stack():
+        return False
+    ours = any(hasattr(mode, "records_for") for mode in _get_current_dispatch_mode_stack())
+    return ours or any(_get_dispatch_mode(mode) is not None for mode in _TRACERS)

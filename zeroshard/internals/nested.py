@@ -23,21 +23,15 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     """
     if type(value) is Tensor:
         return [value], False
-    tensors: list[Tensor] = []
-    seen: set[int] = set()
-    is_opaque = False
+    seen: dict[int, Any] = {}
     to_visit = pytree.tree_leaves(value)
     for leaf in to_visit:  # the list grows in the loop
-        if id(leaf) in seen or isinstance(leaf, _PLAIN):
-            continue
-        seen.add(id(leaf))
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif is_dataclass(leaf):
+        if id(leaf) not in seen and is_dataclass(leaf) and not isinstance(leaf, type):
             to_visit += pytree.tree_leaves(list(_fields(leaf).values()))
-        else:
-            is_opaque = True
-    return tensors, is_opaque
+        seen[id(leaf)] = leaf
+    others = [leaf for leaf in seen.values() if not isinstance(leaf, Tensor)]
+    is_opaque = any(not isinstance(leaf, _PLAIN) and not is_dataclass(leaf) for leaf in others)
+    return [leaf for leaf in seen.values() if isinstance(leaf, Tensor)], is_opaque
 
 
 def cast_inputs(
@@ -49,15 +43,11 @@ def cast_inputs(
         in_lists: True also casts in lists and mappings, which become copies: later additions to them are
             lost, and blocks hand on lists to which later blocks add.
     """
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
     is_leaf = None if in_lists else lambda part: isinstance(part, list | Mapping)
     if len(args) == 1 and not kwargs:  # a tensor alone takes no walk
-        return (change_tensors(args[0], cast, is_leaf),), kwargs
+        return (cast_tensors(args[0], dtype, is_leaf),), kwargs
     # All at once: MultiheadAttention asks if query, key and value are one tensor.
-    own, named = change_tensors((args, tuple(kwargs.values())), cast, is_leaf)
+    own, named = cast_tensors((args, tuple(kwargs.values())), dtype, is_leaf)
     return own, dict(zip(kwargs, named, strict=True))
 
 
@@ -66,9 +56,9 @@ def view_tensors(value: Any) -> Any:
     return change_tensors(value, lambda t: t.view_as(t) if t.requires_grad else t)
 
 
-def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
-    """Return the nested value with floating-point tensors in `dtype`."""
-    return change_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def cast_tensors(value: Any, dtype: torch.dtype, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return the nested value with floating-point tensors in `dtype`; see `change_tensors`."""
+    return change_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t, is_leaf)
 
 
 def change_tensors(

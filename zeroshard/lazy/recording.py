@@ -69,7 +69,7 @@ class OperationRecorder(TorchDispatchMode):
     """
 
     records_for = "zeroshard.deferred_init()"
-    """The name of the context, for refusals of calls inside it."""
+    """The name of the context. A call of a sharded model inside it is refused."""
 
     def __init__(self, loads: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from zeroshard.forwards.keeping import UnitProfile
 from zeroshard.forwards.lean import change_mlps
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.forwards.wrapped import checkpointed, outermost
-from zeroshard.internals.nested import cast_inputs, cast_outputs
+from zeroshard.internals.nested import cast_inputs, cast_tensors
 from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, counted, has_plan
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
@@ -103,7 +103,7 @@ def prepared(
             if spec.module not in casts and not computes_in_own_dtype(spec.module):
                 spec.module.register_forward_pre_hook(cast, with_kwargs=True)
     if (cast_to := precision.output_dtype) is not None:
-        model.register_forward_hook(lambda module, args, output: cast_outputs(output, cast_to))
+        model.register_forward_hook(lambda module, args, output: cast_tensors(output, cast_to))
     return model, specs
 
 

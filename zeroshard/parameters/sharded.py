@@ -87,19 +87,8 @@ gradient_of = cast(Callable[[Tensor], Tensor | None], attrgetter("_gradient"))
 """Returns the gradient of a sharded parameter, [n]; None if it has none."""
 
 
-def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Give a sharded parameter a gradient, of its shape, dtype and device.
-
-    Raises:
-        RuntimeError: the gradient has others.
-    """
-    with past_guards():
-        _SET_GRAD[0](parameter, gradient)
-    cast(Any, parameter)._gradient = gradient
-
-
 def set_gradients(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Give several sharded parameters a gradient each, as `set_gradient` does.
+    """Give sharded parameters a gradient each, of their shape and dtype, without the checks of `p.grad`.
 
     One on another device is not in torch's own attribute, which refuses it: its parameter is to follow.
     """
@@ -169,9 +158,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
             self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
-        if state.before_look is not None:  # as `show_gradients`
-            state.before_look()
-        state.has_shown_gradients = True
+        state.show_gradients()
         return self._gradient
 
     @grad.setter
@@ -180,12 +167,14 @@ class ShardedParameter(NotCopied, nn.Parameter):
             self._refuse_sums()
         self.state.show_gradients()
         try:
-            set_gradient(self, gradient)
+            with past_guards():
+                _SET_GRAD[0](self, gradient)
         except RuntimeError as error:
             raise RuntimeError(
                 f"the gradient of {self.describe()}: {error}. A rank holds its slice of the mean. To give "
                 "the whole gradient, call engine.set_full_gradient(name, gradient) on all ranks"
             ) from error
+        self._gradient = gradient
 
     @grad.deleter
     def grad(self) -> None:

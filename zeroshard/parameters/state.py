@@ -166,7 +166,7 @@ class ModuleState:
 
     def fail_step(self) -> None:
         """Note that a step has failed in a forward or backward, where its exception may be caught."""
-        self.moments -= {Moment.BEGUN, Moment.STEPPED}
+        self.end_step()
         self.moments.add(Moment.FAILED)
 
     def end_step(self) -> None:

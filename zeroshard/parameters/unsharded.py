@@ -45,9 +45,8 @@ class UnshardedParameter(nn.Parameter):
         parameter = nn.Parameter(view.new_empty(0), requires_grad=view.is_floating_point())
         parameter.data = view
         parameter.__class__ = cls if class_name is None else _named(class_name)
-        unsharded = cast(Self, parameter)
-        unsharded.fqn = fqn
-        return unsharded
+        vars(parameter)["fqn"] = fqn
+        return cast(Self, parameter)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook on the sharded parameter, whose `grad` is the mean over all ranks."""
@@ -167,14 +166,11 @@ class OriginalParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         values = pytree.tree_leaves((args, kwargs))
         first = next(value for value in values if isinstance(value, OriginalParameter))
-        used = getattr(func, "__name__", str(func))
-        if used == "__get__":
-            used = getattr(getattr(func, "__self__", None), "__name__", used)
         raise RuntimeError(
-            f"{used} got an original parameter, '{first.fqn}', from a reference that was kept when the model "
-            "was sharded. It is empty now: use the module's attribute inside the forward of its unit, or "
-            "read it under engine.unsharded(). Build an optimizer that initialize is not given over "
-            "engine.parameters()"
+            f"{getattr(func, '__name__', func)} got an original parameter, '{first.fqn}', from a reference "
+            "that was kept when the model was sharded. It is empty now: use the module's attribute inside "
+            "the forward of its unit, or read it under engine.unsharded(). Build an optimizer that "
+            "initialize is not given over engine.parameters()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -188,10 +184,8 @@ def retire(parameter: nn.Parameter, fqn: str) -> None:
         parameter: the parameter, whose data was taken over.
         fqn: the name in the model.
     """
-    was = type(parameter)
+    vars(parameter).update(fqn=fqn, was=type(parameter))
     parameter.__class__ = OriginalParameter
-    assert isinstance(parameter, OriginalParameter)
-    parameter.fqn, parameter.was = fqn, was
 
 
 def revive(parameter: nn.Parameter) -> None:

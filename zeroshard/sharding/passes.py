@@ -28,12 +28,12 @@ from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
-    capture_around,
     is_in_backward,
+    is_recorded,
     reentrant_error,
     will_accumulate,
 )
-from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
+from zeroshard.internals.nested import cast_tensors, find_tensors, view_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.reducer import Reducer
@@ -148,7 +148,7 @@ class Passes:
             return output
         unit.check_edits()
         if unit is self._root and (dtype := self._context.output_dtype) is not None:
-            output = cast_outputs(output, dtype)
+            output = cast_tensors(output, dtype)
         if not unit.is_resident:
             output = unit.copy_own(output)
         if unit not in self.quiet:
@@ -420,14 +420,14 @@ def refuse_capture(args: object = ()) -> None:
         args: its arguments; torch.fx gives a proxy in the place of the tuple.
 
     Raises:
-        RuntimeError: the name of the tracer or transform.
+        RuntimeError: a tracer or transform is there.
     """
-    around = capture_around() if isinstance(args, tuple) else "torch.fx.symbolic_trace"
-    if around is not None:
+    if is_recorded() or not isinstance(args, tuple):
         raise RuntimeError(
-            f"a sharded model cannot be called inside {around}: its full parameters are in the modules "
-            "during a forward only. Trace or transform the model before zeroshard.initialize, or a second "
-            "model that has loaded engine.full_state_dict(); for shapes alone, build a second model under "
-            "torch.device('meta'). Gradients of gradients need no transform: "
-            "torch.autograd.grad(outputs, inputs, create_graph=True)"
+            "a sharded model cannot be called inside a transform of torch.func (grad, vmap, ...), a tracer "
+            "(torch.jit, torch.fx, torch.export, FakeTensorMode) or zeroshard.deferred_init(): its full "
+            "parameters are in the modules during a forward only. Trace or transform the model before "
+            "zeroshard.initialize, or a second model that has loaded engine.full_state_dict(); for shapes "
+            "alone, build a second model under torch.device('meta'). Gradients of gradients need no "
+            "transform: torch.autograd.grad(outputs, inputs, create_graph=True)"
         )

@@ -81,13 +81,13 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         for axis in (axes.dp_shard, axes.tp, axes.pp):
             everyone = torch.zeros(axis.size, dtype=torch.float64, device=device)
             everyone[axis.rank] = largest
-            largest = axis.sum(everyone, "largest gradients").max()
+            largest = axis.sum(everyone, "largest gradients")().max()
         return largest.float()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group in by_device(own):
         total += moves.to_device(sum_of_powers(group, order).sum(), device)
     for axis in (axes.dp_shard, axes.tp, axes.pp):
-        total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
+        total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")()
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
 
 

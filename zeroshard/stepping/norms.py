@@ -115,7 +115,7 @@ class NormsOverRanks:
             squares |= zip(group, found.unbind(), strict=True)
         total = torch.stack([squares[index] for index in range(len(own))])
         for axis in self._axes:
-            total = axis.sum(total, "sum of the squared norms of parameters")
+            total = axis.sum(total, "sum of the squared norms of parameters")()
         return total.sqrt()
 
 

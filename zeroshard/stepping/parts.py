@@ -42,7 +42,6 @@ from zeroshard.parameters.sharded import (
     ShardedParameter,
     gradient_of,
     only_sharded,
-    set_gradient,
     set_gradients,
 )
 from zeroshard.plan import pieces
@@ -108,7 +107,7 @@ def pieces_of(buffer: FlatBuffer, indices: range) -> Sequence[Span | None]:
 
 def show(p: ShardedParameter, values: Tensor, gradient: Tensor | None) -> None:
     """Let a parameter show other values, with a gradient of their size."""
-    set_gradient(p, None)  # torch wants one of the same shape
+    set_gradients([(p, None)])  # torch wants one of the same shape
     with past_guards():
         p.data = values
     set_gradients([(p, gradient)])
@@ -232,8 +231,7 @@ class StepByParts:
             self._units.append(part)
             self._num_ahead += 1
             self._step_part(twin_of(optimizer, groups), part, reduced)
-            for p in part:
-                set_gradient(p, None)
+            set_gradients((p, None) for p in part)
 
     def _step_part(
         self, optimizer: Optimizer, part: list[ShardedParameter], reduced: Sequence[Gradients] = ()

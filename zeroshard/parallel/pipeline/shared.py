@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import moves
 from zeroshard.comm.messages import Messages
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
@@ -87,7 +87,7 @@ class Shared:
             if total is None:
                 continue
             if gradient is None:
-                set_gradient(parameter, moves.beside(total.clone(), parameter.detach()))
+                set_gradients([(parameter, moves.beside(total.clone(), parameter.detach()))])
             else:
                 gradient.copy_(total.view_as(gradient))
 

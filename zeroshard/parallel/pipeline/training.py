@@ -383,7 +383,7 @@ class PipelineTraining:
         totals = torch.zeros(num_batches, dtype=torch.float32, device=device)
         for microbatch, loss in self._losses:
             totals[microbatch // num] += loss
-        return self._axes.pp.begin_sum(totals / num, "mean loss of a pipeline")
+        return self._axes.pp.sum(totals / num, "mean loss of a pipeline")
 
     def _begin(self, num: int, *, has_backward: bool, steps_taken: int = 0) -> Runner:
         """Return the runner of a list, which begins."""
