@@ -31,8 +31,8 @@ from zeroshard.parameters.state import Moment
 from zeroshard.plan.placement import SUMMANDS
 from zeroshard.sharding.passes import refuse_capture
 from zeroshard.stepping.attach import StepHooks, attach
-from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
+from zeroshard.stepping.parts import EarlySteps
 
 
 class Engine(NotCopied, nn.Module):

@@ -42,7 +42,7 @@ Modules = Mapping[str, nn.Module]
 
 
 @dataclass(slots=True)
-class Row:
+class ModuleCounts:
     """The counters of a module, without what is in rows inside of it."""
 
     forward: Any
@@ -80,7 +80,7 @@ class Trace:
         """Run a forward and a backward; the rows then have what has happened."""
         self.last = self.end_of_rows = self.peak = self._read()
         zeros = np.zeros(len(self.last))
-        self.rows = {name: Row(zeros.copy(), zeros.copy(), zeros, zeros) for name in self._names}
+        self.rows = {name: ModuleCounts(zeros.copy(), zeros.copy(), zeros, zeros) for name in self._names}
         self._within, self._is_backward = self._names[:1], False
         loss = loss_of()
         self._note()

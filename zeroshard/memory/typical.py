@@ -195,7 +195,7 @@ def typical_sizes(num_params: int) -> Sizes:
     return Sizes(num_params=num_params, depth=depth, width=width, embedding=embedding, is_tied=is_tied)
 
 
-class _Numbers(NamedTuple):
+class _Elements(NamedTuple):
     """A trained parameter of which nothing is known but the number of elements."""
 
     shape: tuple[int]
@@ -222,7 +222,7 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[UnitPlan
     nums = [table, *blocks] if sizes.is_tied else [0, table, *blocks, table]
     plans = []
     for number, (num, tiers) in enumerate(zip(nums, tiers_of_units(nums, nums, setting), strict=True)):
-        weight: Any = _Numbers((num,), dtype_of("float32"))
+        weight: Any = _Elements((num,), dtype_of("float32"))
         buffer = plan_buffer([Original(weight, "", ())], replace(setting, tiers=tiers))
         is_table = number == 1 and not sizes.is_tied
         plans.append(UnitPlan(str(number or ""), (buffer,) if num else (), not is_table))

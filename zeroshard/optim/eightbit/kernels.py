@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
 from zeroshard.optim.eightbit.step import over_threads
-from zeroshard.plan.layout import BLOCK, num_blocks
+from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits
 
 compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
@@ -207,7 +207,7 @@ def step(
     pair = (changed, other) if bits is None else (changed.view(torch.uint16), other.view(torch.uint16))
     key = None if bits is None else (np.uint64(bits.key), bits.start)
     fixed = (update, *(one.numpy() for one in pair), numbers, _arrays(states), key)
-    over_threads(lambda first, last: _step_blocks(*fixed, first, last), num_blocks(p.numel()))
+    over_threads(lambda first, last: _step_blocks(*fixed, first, last), -(-p.numel() // BLOCK))
     increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroshard.internals.warn import works
 from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook
 from zeroshard.optim.eightbit.rule import Numbers, Rule
-from zeroshard.plan.layout import BLOCK, num_blocks
+from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits, has_kernels, round_into
 
 _CHUNK = 1 << 10
@@ -113,7 +113,7 @@ def has_kernel(rule: Rule, device: torch.device, num_scalars: int) -> bool:
 def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:
     """Take a step in torch operations, on any device; arguments as `take_step`."""
     scalars = rule.scalars(numbers)
-    total, size = num_blocks(p.numel()), _CHUNK if p.is_cpu else _CHUNK_GPU
+    total, size = -(-p.numel() // BLOCK), _CHUNK if p.is_cpu else _CHUNK_GPU
     for first in range(0, total, size):
         part = slice(first * BLOCK, (first + size) * BLOCK)
         parts = [state.part(first, first + size) for state in states]
