@@ -76,7 +76,7 @@ def naming_damage(file: Path, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except DamageError:  # of a file that it names
+    except (DamageError, IsADirectoryError, PermissionError):  # of a file that it names
         raise
     except FileNotFoundError:
         raise Damage.MISSING.of(file) from None

@@ -26,6 +26,7 @@ from zeroshard.data.loader import EpochLoader
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.gradient_hooks import Hook, install_hook, make_hook
+from zeroshard.internals.warn import warn_first, warn_user
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.budget import check_room
@@ -41,6 +42,7 @@ from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
+from zeroshard.plan.names import find_ignored
 from zeroshard.planning.search import choose_config
 from zeroshard.stepping.parts import is_known
 
@@ -127,7 +129,8 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     names = {parameter: name for name, parameter in model.named_parameters()}
     if optimizer is not None:
         optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(names))
-        check_optimizer(optimizer, names)
+        warn = warn_first if part is None else warn_user  # each pipeline rank has others
+        check_optimizer(optimizer, names, find_ignored(model, config.ignored), warn)
     overrides = read_overrides(optimizer, names)
     lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
     world = world or start_world(device, config.watchdog_s)

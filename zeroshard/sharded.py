@@ -291,6 +291,9 @@ def subscribe(
             copy or wait. A forward, a backward, the "step" of the optimizer, and "other" outside of these,
             last until the next of them begins; the others are inside.
         stepped: is called at the end of each step of the optimizers.
+
+    Raises:
+        RuntimeError: another subscription is under way in this process.
     """
     runtime, here, changes, phase = owner._runtime, owner._runtime.here, Changes(), ExitStack()
     thread, waits, after_step = threading.get_ident(), runtime.context.axes.dp.waits, runtime.after_step
@@ -318,13 +321,15 @@ def subscribe(
         if is_last:
             stepped()
 
-    for holder, verb, work in _verbs(runtime):
-        changes.set(holder, verb, partial(do, getattr(holder, verb), work))
-    changes.set(waits, "wait_for", partial(wait_for, waits.wait_for))
-    changes.set(here, "enter", partial(enter, here.enter))
-    changes.set(runtime, "after_step", end_step)
-    here.exit()
+    if "enter" in vars(here):  # all engines of a process have one status
+        raise RuntimeError("another subscription is under way in this process: end it before")
     try:
+        for holder, verb, work in _verbs(runtime):
+            changes.set(holder, verb, partial(do, getattr(holder, verb), work))
+        changes.set(waits, "wait_for", partial(wait_for, waits.wait_for))
+        changes.set(here, "enter", partial(enter, here.enter))
+        changes.set(runtime, "after_step", end_step)
+        here.exit()
         yield
     finally:
         changes.undo()

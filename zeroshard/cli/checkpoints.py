@@ -22,7 +22,8 @@ from zeroshard.tables import LINE, format_bytes, render
 def export(options: ExportOptions) -> None:
     """Run `zeroshard export`."""
     directory = find(options.checkpoint)
-    how = Format(dtype=options.dtype, max_shard_bytes=options.max_shard_size or MAX_SHARD_BYTES)
+    most = MAX_SHARD_BYTES if options.max_shard_size is None else options.max_shard_size
+    how = Format(dtype=options.dtype, max_shard_bytes=most)
     export_checkpoint(directory, options.directory, how, verify=not options.no_verify)
 
 

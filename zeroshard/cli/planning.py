@@ -142,8 +142,7 @@ _ORDER = (
 def estimate(options: EstimateOptions) -> None:
     """Run `zeroshard estimate`."""
     names = ("stage", "precision", "tp", "pp", "microbatches", "recompute", "memory_budget")
-    default = EstimateOptions._field_defaults
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != default[name]]
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if options.config is not None and given:
         raise ValueError(f"--config is in the place of {', '.join(given)}: leave them out")
     _refuse_unused(options)
@@ -228,8 +227,8 @@ def _configs(options: EstimateOptions) -> list[Config]:
     stages = range(4) if options.stage is None else [options.stage]
     given = {
         "precision": options.precision or "fp32",
-        "mesh": {"tp": options.tp, "pp": options.pp},
-        "pipeline": {"num_microbatches": options.microbatches},
+        "mesh": {"tp": options.tp or 1, "pp": options.pp or 1},
+        "pipeline": {"num_microbatches": options.microbatches or 1},
         "recompute": options.recompute or "none",
         "memory_budget": options.memory_budget,
     }

@@ -143,9 +143,6 @@ def count(
 
     Returns:
         The trace of the counters.
-
-    Raises:
-        ValueError: the forward or backward raises an error without values.
     """
     work, attention = LiveBytes([*model.parameters(), *model.buffers()]), FusedAttention()
 
@@ -160,12 +157,6 @@ def count(
     try:
         with META, torch.enable_grad(), attention if fuses else nullcontext(), assumed, work:
             trace.run(lambda: loss_of(model))
-    except Exception as error:  # of any kind, as the model and the loss are the user's
-        raise ValueError(
-            f"activations of {type(model).__name__}: the forward and backward run without memory, and raise "
-            f"{type(error).__name__}: {error}. num_tokens= is for causal language models of transformers; "
-            "loss_of= computes the loss of any other model"
-        ) from error
     finally:
         if collects:
             gc.enable()

@@ -101,7 +101,10 @@ def change_tensors(
             return part
         return pytree.tree_unflatten(changed, structure)
 
-    return walk(value)
+    try:
+        return walk(value)
+    finally:
+        done.clear()  # the functions are a cycle, which would keep the tensors until a collection
 
 
 def _fields(value: Any) -> dict[str, Any]:

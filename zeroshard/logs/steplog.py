@@ -92,7 +92,7 @@ def open_terminal(place: str, run: RunFacts) -> Target:
 
     def log(step: int, values: Mapping[str, float]) -> None:
         texts = [_FIGURES.get(name, f"{name} {{:.4g}}".format)(value) for name, value in values.items()]
-        if run.num_steps is not None and step < run.num_steps and "seconds" in values:
+        if run.num_steps is not None and run.first_step < step < run.num_steps and "seconds" in values:
             left = values["seconds"] / (step - run.first_step) * (run.num_steps - step)
             texts.append(f"{timedelta(seconds=round(left))} left")
         print("  ".join([f"step {step}{of}", *filter(None, texts)]), flush=True)  # noqa: T201 - it is asked for

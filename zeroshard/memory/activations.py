@@ -180,7 +180,15 @@ class ModelWithoutMemory:
         with torch.random.fork_rng(devices=[]):  # divided layers set the generator
             over = OneOfMany(setting.sizes[TP])
             runs, specs = prepared(self._model, config, setting, self._tp_plan, over)
-            return dryrun.count(runs, rows_of(runs, specs), self._loss_of, over)
+            rows = rows_of(runs, specs)
+            try:
+                return dryrun.count(runs, rows, self._loss_of, over)
+            except Exception as error:  # of any kind, as the model and the loss are the user's
+                raise ValueError(
+                    f"activations of {type(self._model).__name__}: the forward and backward run without "
+                    f"memory, and raise {type(error).__name__}: {error}. num_tokens= is for causal language "
+                    "models of transformers; loss_of= computes the loss of any other model"
+                ) from error
 
     def usage(self, config: Config, setting: Setting) -> DryRun:
         """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""

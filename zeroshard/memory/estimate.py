@@ -144,7 +144,7 @@ class Counted:
             raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
         self._model: TypicalModel | ModelWithoutMemory
         num, model = math.prod(shape), model_or_num_params
-        if isinstance(model, int | float) or not hasattr(model, "parameters"):
+        if isinstance(model, int | float | type) or not hasattr(model, "parameters"):
             self._model = TypicalModel(typical_sizes(_checked_number(model)), num)
         else:
             from zeroshard.memory import activations  # a number needs no torch

@@ -15,7 +15,7 @@ The maps of the codes, which bitsandbytes keeps along with them, are the same fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -59,11 +59,18 @@ _WHOLE_TENSOR = {
 """The needs of an optimizer that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
 
 
-def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
+def check_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[Any, str],
+    ignored: Container[Any] = (),
+    warn: Callable[[str], None] = warn_first,
+) -> None:
     """Raise an error for an optimizer that cannot go on over slices of its parameters.
 
     Args:
         names: the model's parameters with their names.
+        ignored: those that the user steps.
+        warn: warns of trained parameters that the optimizer does not hold.
 
     Raises:
         ValueError: naming the optimizer or the parameters.
@@ -82,9 +89,10 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
             f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize"
         )
-    if left_out := sorted(names[p] for p in names.keys() - dict(own).keys() if p.requires_grad):
+    others = (p for p in names.keys() - dict(own).keys() if p not in ignored)
+    if left_out := sorted(names[p] for p in others if p.requires_grad):
         remedy = "Build it over model.parameters(), or set their requires_grad to False"
-        warn_first(f"{_name(optimizer)} does not hold {first_of(left_out)}, which never change. {remedy}")
+        warn(f"{_name(optimizer)} does not hold {first_of(left_out)}, which never change. {remedy}")
     if begun := [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]:
         raise ValueError(
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "

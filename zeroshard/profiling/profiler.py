@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ _PREFIX = "zeroshard: "
 """The beginning of the name of each range: "zeroshard: gather of unit 'blocks.0'"."""
 _MOST_WAITS = 4
 """Waits that the text names."""
+_UNDER_WAY = threading.Lock()
 
 
 @dataclass
@@ -139,17 +141,21 @@ def profile(engine: Engine | Sharded, *, profile_memory: bool = True, **options:
     """
     if "schedule" in options:
         raise TypeError("zeroshard.profile() has no schedule: the block chooses the steps that are profiled")
-    if _profiler_enabled():  # torch would end that one, without an error
+    # torch would end that one, without an error; it knows of those of this thread.
+    if _profiler_enabled() or not _UNDER_WAY.acquire(blocking=False):
         raise RuntimeError("another profile is under way in this process: end it before")
-    result = Profile(operations=torch.profiler.profile(profile_memory=profile_memory, **options))
-
-    def count() -> None:
-        result.num_steps += 1
-
-    result.operations.start()
     try:
-        with engine.subscribe(lambda work: record_function(_PREFIX + work), count):
-            yield result
+        result = Profile(operations=torch.profiler.profile(profile_memory=profile_memory, **options))
+
+        def count() -> None:
+            result.num_steps += 1
+
+        result.operations.start()
+        try:
+            with engine.subscribe(lambda work: record_function(_PREFIX + work), count):
+                yield result
+        finally:
+            result.operations.stop()
+            result.fill(on_device=engine.device.type != "cpu")
     finally:
-        result.operations.stop()
-        result.fill(on_device=engine.device.type != "cpu")
+        _UNDER_WAY.release()

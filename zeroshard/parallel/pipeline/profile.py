@@ -131,7 +131,7 @@ def count_blocks(chunks: Chunked, sample: SampleBatch) -> tuple[BlockProfile, ..
 
     def total(model: nn.Module) -> Tensor:
         found = find_tensors(model(*inputs, **named))[0]
-        return torch.stack([one.sum() for one in found if one.requires_grad]).sum()
+        return sum((one.sum() for one in found if one.requires_grad), torch.zeros((), requires_grad=True))
 
     names = {model.get_submodule(name): name for name in reversed(outline.names)}  # the first place of each
     modules = {"": model} | {name: module for module, name in names.items()}
