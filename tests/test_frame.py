@@ -30,20 +30,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25366,
-    "statements of the package": 21007,
-    "tokens of the package": 249535,
-    "lines of code of the core": 7958,
-    "statements of the core": 6896,
-    "tokens of the core": 74225,
-    "lines of code of examples, benchmarks and tools": 8004,
+    "lines of code of the package": 25301,
+    "statements of the package": 21020,
+    "tokens of the package": 250021,
+    "lines of code of the core": 7889,
+    "statements of the core": 6846,
+    "tokens of the core": 73866,
+    "lines of code of examples, benchmarks and tools": 7437,
     "lines of the longest file": 600,
     "booleans of the core": 33,
     "class names that are defined twice": 0,
     "modules that one other module imports": 21,
     "files of a step, two ranks": 25,
     "files of a step, one rank, offload": 28,
-    "words in docs/": 44686,
+    "words in docs/": 44650,
 }
 
 CORE = (

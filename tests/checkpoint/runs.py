@@ -289,7 +289,7 @@ def snapshot_of(folder: Path, parts: list[TensorSlice], device: torch.device) ->
         slices=parts,
         manifest=manifest,
         values={VALUES: b"", TENSORS: b""},
-        memory=TierMemory(device, None, 0),
+        memory=TierMemory(device, None),
     )
 
 

@@ -100,7 +100,7 @@ def test_views_single_values_and_empty_tensors_come_back_to_the_bit(tmp_path, dt
 def test_the_file_of_a_rank_is_synced_when_all_of_it_is_written(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor)))
-    memory = TierMemory(torch.device("cpu"), None, 0)
+    memory = TierMemory(torch.device("cpu"), None)
     write_part(tmp_path, [TensorSlice("weight", (600,), 0, torch.ones(600))], 1, memory)
     file = (tmp_path / file_of(1)).stat()
     assert [(one.st_ino, one.st_size) for one in synced] == [(file.st_ino, file.st_size)]

@@ -38,7 +38,7 @@ from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, longest_paths
+from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.exchange import Exchange
@@ -526,7 +526,7 @@ _built = functools.lru_cache(maxsize=256)(build_schedule)
 
 @functools.lru_cache(maxsize=256)
 def _simulated(name: str, pp: int, num: int, chunks: int, costs: tuple[ActionCosts, ...]) -> ScheduleTimes:
-    return longest_paths(_built(name, pp, num, chunks), costs)
+    return simulate(_built(name, pp, num, chunks), costs)
 
 
 def _intervals(found: ScheduleTimes, tails: Sequence[float]) -> Iterator[Interval]:

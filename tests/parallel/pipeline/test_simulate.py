@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, longest_paths, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
 
 TWO = """
 0F0,0F1,0B0,0B1
@@ -53,27 +52,6 @@ def test_each_action_starts_as_soon_as_its_rank_and_what_it_needs_allow(
             assert span.start == max(arrivals)
     assert timeline.makespan == max(span.end for span in spans.values())
     assert sum(timeline.busy) == sum(costs.of(action) for action in spans)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("zbv", 2), ("interleaved", 3)]
-)
-def test_longest_paths_are_the_times_of_the_simulation(name: str, chunks: int) -> None:
-    for num_ranks, num_microbatches in ((1, 2), (2, 2), (3, 6), (4, 3), (4, 12)):
-        schedule = build_schedule(name, num_ranks, num_microbatches, chunks)
-        draw = random.Random(num_ranks)
-        costs = [
-            ActionCosts(
-                forward=draw.random(),
-                backward_input=draw.random(),
-                backward_weight=draw.random(),
-                transfer=0.3,
-            )
-            for _ in range(schedule.num_chunks)
-        ]
-        assert longest_paths(schedule, costs) == simulate(schedule, costs)
-    with pytest.raises(ValueError, match="deadlock"):
-        longest_paths(parse_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), [ActionCosts()] * 2)
 
 
 class PerChunk(ActionCosts):

@@ -188,6 +188,16 @@ class Schedule:
             for rank in range(self.num_ranks)
         )
 
+    @cached_property
+    def needed(self) -> dict[Action, tuple[Action, ...]]:
+        """For each compute action the actions, of all ranks, that must end before it begins."""
+        return needed_actions(self)
+
+    @cached_property
+    def exchanges(self) -> tuple[tuple[ActionMessages, ...], ...]:
+        """See `plan_exchanges`: a search simulates one schedule many times."""
+        return plan_exchanges(self)
+
     def with_lists(self, lists: Iterable[Iterable[Action]]) -> Schedule:
         """Return the schedule with other lists of actions."""
         return Schedule(self.placement, self.num_microbatches, frozen(lists))
@@ -338,7 +348,7 @@ def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]
     needed: dict[Action, list[ChunkTransfer]] = defaultdict(list)
     sent: dict[Action, list[ChunkTransfer]] = defaultdict(list)
     places = {action: rank for rank, action in schedule if action.is_compute}
-    for user, producers in needed_actions(schedule).items():
+    for user, producers in schedule.needed.items():
         for action in producers:
             if places[action] != places[user]:
                 transfer = ChunkTransfer(action, user, places[action], places[user])

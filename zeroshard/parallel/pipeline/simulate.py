@@ -20,8 +20,6 @@ from zeroshard.parallel.pipeline.actions import (
     Kind,
     Schedule,
     check_actions,
-    needed_actions,
-    plan_exchanges,
 )
 
 
@@ -109,7 +107,7 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, costs: Sequence[ActionCosts], max_unreceived: int) -> None:
         self.costs, self.room, self.placement = costs, max_unreceived, schedule.placement
-        self.needed = needed_actions(schedule)
+        self.needed = schedule.needed
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
         self.done: set[Action] = set()
         self.queues = defaultdict[tuple[int, int], _Queue](lambda: _Queue([], []))
@@ -183,7 +181,7 @@ def simulate(
     room = len(list(schedule)) if max_unreceived is None else max_unreceived  # room for all is no limit
     each = costs if isinstance(costs, Sequence) else [costs or ActionCosts()] * schedule.num_chunks
     state = _Simulation(schedule, each, room)
-    programs = [state.run(rank, own) for rank, own in enumerate(plan_exchanges(schedule))]
+    programs = [state.run(rank, own) for rank, own in enumerate(schedule.exchanges)]
     num_before = -1
     while state.num_events > num_before:  # each rank goes on once before any goes on again
         num_before = state.num_events
@@ -191,45 +189,6 @@ def simulate(
     if waits:
         raise _deadlock(waits)
     return ScheduleTimes(tuple(map(tuple, state.spans)))
-
-
-def longest_paths(schedule: Schedule, costs: Sequence[ActionCosts]) -> ScheduleTimes:
-    """Return what `simulate` does for a schedule of `build_schedule`, in less time: nothing is checked.
-
-    As all transfers take the same time, none overtakes another, and a message arrives so long after the end
-    of the action that sends it.
-
-    Args:
-        schedule: lists without recomputes and steps that run to their end.
-        costs: the durations of each chunk.
-    """
-    last, transfer, places = schedule.num_chunks - 1, costs[0].transfer, schedule.placement
-    ends = dict[tuple[bool, int, int], float]()  # of forwards, and of gradients of inputs
-    durations = [{kind: one.of(Action(kind, 0, 0)) for kind in _PARTS} for one in costs]
-    spans: list[list[ActionTime]] = [[] for _ in schedule.lists]
-    before, num = -1, 0
-    while num > before:  # each rank goes on until it waits
-        before = num
-        for rank, (actions, own) in enumerate(zip(schedule.lists, spans, strict=True)):
-            now = own[-1].end if own else 0.0
-            for at in range(len(own), len(actions)):
-                kind, chunk, microbatch = action = actions[at]
-                assert chunk is not None
-                assert microbatch is not None
-                is_back, start = kind is not Kind.FORWARD, now
-                sender = chunk + 1 if is_back else chunk - 1
-                if kind is not Kind.WEIGHT_GRADIENT and 0 <= sender <= last:
-                    if (sent := ends.get((is_back, sender, microbatch))) is None:
-                        break
-                    start = max(now, sent + transfer * (places[sender] != rank))
-                now = start + durations[chunk][kind]
-                own.append(ActionTime(action, start, now))
-                if kind is not Kind.WEIGHT_GRADIENT:
-                    ends[is_back, chunk, microbatch] = now
-        num = sum(map(len, spans))
-    if num < len(list(schedule)):
-        return simulate(schedule, costs)  # it raises
-    return ScheduleTimes(tuple(map(tuple, spans)))
 
 
 class ActivationCounts(NamedTuple):
