@@ -370,18 +370,45 @@ def test_the_examples_train_alike_under_zeroshard_and_ddp():
             assert state.iter == 30
 
 
+def mean_of_ranks(values):
+    total = values.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def hooked(hook, state, values):
+    """What a hook of examples/hooks.py gives for one bucket, after its exact means."""
+    state.iter = max(state.iter, hooks.FIRST)
+    bucket = SimpleNamespace(buffer=values.clone, index=lambda: 0, is_last=lambda: True)
+    return hook(state, bucket).value()
+
+
 @on_ranks(2)
 def test_a_sketch_of_everything_gives_the_exact_mean():
-    state = hooks.SketchedSGD(share=1.0, columns=1.0)
-    state.iter = hooks.FIRST
-    values = numbers(0, 50)
-
-    class Bucket:
-        buffer = staticmethod(lambda: values.clone())
-        index = staticmethod(lambda: 0)
-        is_last = staticmethod(lambda: True)
-
-    mean = values.clone()
-    dist.all_reduce(mean)
-    assert torch.allclose(hooks.sketched_hook(state, Bucket()).value(), mean / 2, atol=1e-7)
+    state, values = hooks.SketchedSGD(share=1.0, columns=1.0), numbers(0, 50)
+    assert torch.allclose(hooked(hooks.sketched_hook, state, values), mean_of_ranks(values), atol=1e-7)
     assert not state.errors[0].any()
+
+
+@on_ranks(2)
+def test_what_a_sketch_does_not_move_is_kept_for_later_backwards():
+    state, before = hooks.SketchedSGD(share=0.1, columns=0.2), torch.zeros(200)
+    for step in range(3):
+        values = numbers(step, 200)
+        moved = hooked(hooks.sketched_hook, state, values)
+        assert 0 < moved.count_nonzero() <= 20
+        left = mean_of_ranks(state.errors[0])
+        assert torch.allclose(moved + left, mean_of_ranks(values + before), atol=1e-6)
+        before = state.errors[0].clone()
+
+
+@on_ranks(2)
+def test_qsgd_gives_the_mean_of_what_the_codes_of_all_ranks_stand_for():
+    state, values = hooks.QSGD(), numbers(0, 300)  # a block, and a part of one
+    state.iter = hooks.FIRST
+    blocks = nn.functional.pad(values, (0, 212)).view(2, 256)
+    own = hooks.dequantize(*hooks.quantize(blocks, 7, state.generator(0, values.device)), 7)
+    with mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as sent:
+        got = hooked(hooks.qsgd_hook, state, values)
+    assert torch.allclose(got, mean_of_ranks(own.flatten()[:300]), atol=1e-7)
+    assert sent.call_args.args[1].nbytes == 2 * (256 // 2 + 4)  # 4 bits an element, and a norm

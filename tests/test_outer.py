@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import SOME_STAGES, refused, seeded, take_steps
+from tests.distributed.training import refused, seeded, take_steps
 from tests.ranks import on_ranks
 
 WIDTH, STEPS = 16, 7
@@ -160,7 +160,7 @@ POLICIES = {
 def test_replicas_equal_one_process_that_trains_them():
     """Each preset in float64; "each step" with SGD is the average of the replicas' models."""
     found = {}
-    for stage in SOME_STAGES if dist.get_world_size() > 1 else ():
+    for stage in (0, 3) if dist.get_world_size() > 1 else ():
         for name, policy in POLICIES.items():
             found[stage, name] = simulated(policy, sgd if name == "each step" else adamw, stage=stage)
     return [f"{key}: {names[:2]}" for key, names in found.items() if names]

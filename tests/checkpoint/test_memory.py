@@ -42,9 +42,13 @@ def test_a_rank_holds_one_box_more_and_in_the_background_its_shard_once_more(tmp
         engine.save_checkpoint(folder, "background", blocking=False)
         engine._saver.finish()
 
+    def least(call, *tags):
+        """The system may take pages of libraries from a process in the middle of one call."""
+        return min(growth(call, folder, tag) for tag in tags)
+
     found = {
-        "save": growth(lambda: engine.save_checkpoint(folder, "blocking")),
-        "load": growth(lambda: engine.load_checkpoint(folder, "blocking")),
+        "save": least(engine.save_checkpoint, "first", "second"),
+        "load": least(engine.load_checkpoint, "first", "second"),
         "background": growth(in_background),
         "background again": growth(in_background),
     }

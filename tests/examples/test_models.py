@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import flex_attention
 
 import zeroshard
-from tests.distributed.training import ALL_STAGES, SOME_STAGES, build
+from tests.distributed.training import ALL_STAGES, build
 from tests.ranks import on_ranks
 
 LENGTH = 24
@@ -62,6 +62,15 @@ def test_a_block_is_each_tokens_expert_times_its_probability_and_zero_where_it_i
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
+def test_the_loss_is_the_cross_entropy_and_a_hundredth_of_the_balance_of_all_layers():
+    model, tokens = example().build(), example().batch(0, 0, 64, size=4, length=LENGTH)
+    out = model(tokens, labels=tokens)
+    likely = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
+    balances = [example().balance(logits).item() for logits in out.router_logits]
+    assert len(balances) == 2
+    assert out.loss.item() == pytest.approx(likely + 0.01 * sum(balances), abs=1e-6)
+
+
 # ---------------------------------------------------------------------- training, as in plain PyTorch
 
 
@@ -98,14 +107,14 @@ def wrong(model, stage, steps=3):
 def test_a_switch_trains_as_in_plain_pytorch(experts):
     """All parameters, at all stages: experts that get no token on a rank too."""
     build = example().build
-    return [f"stage {stage}: {name}" for stage in SOME_STAGES for name in wrong(build(experts), stage)]
+    return [f"stage {stage}: {name}" for stage in ALL_STAGES for name in wrong(build(experts), stage)]
 
 
 @ON_RANKS
 def test_adapters_of_experts_train_as_in_plain_pytorch():
     """LoRA on the stacked experts and on attention."""
     switch, found = example(), []
-    for stage in SOME_STAGES:
+    for stage in ALL_STAGES:
         model = switch.add_adapters(switch.build(), 2)
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
