@@ -105,6 +105,8 @@ def left_by_freed_tensors(*, calls):
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         ctypes.CDLL(None).mallopt(host._M_MMAP_THRESHOLD, 32 << 20)
+        # Tensors of any size may lie in what the tests before have left free in the heap: it is taken first.
+        held = [torch.empty(8 << 20, dtype=torch.uint8) for _ in range(64)]
         if calls:
             host.return_freed_memory()
         ctypes.CDLL(None).malloc_trim(0)  # or the tensors may lie in freed pages, which are there already
@@ -114,6 +116,7 @@ def left_by_freed_tensors(*, calls):
         last = tensors.pop()  # above the others, if they lie in the heap
         tensors.clear()
         os.write(writer, str(resident() - before - last.nbytes).encode())
+        del held
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
