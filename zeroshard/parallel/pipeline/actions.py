@@ -195,7 +195,7 @@ class Schedule:
 
     @cached_property
     def exchanges(self) -> tuple[tuple[ActionMessages, ...], ...]:
-        """See `plan_exchanges`: a search simulates one schedule many times."""
+        """See `plan_exchanges`; a runner and each simulation of the schedule read them."""
         return plan_exchanges(self)
 
     def with_lists(self, lists: Iterable[Iterable[Action]]) -> Schedule:

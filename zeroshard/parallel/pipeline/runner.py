@@ -37,7 +37,6 @@ from zeroshard.parallel.pipeline.actions import (
     Schedule,
     ends_of_chunks,
     ends_of_steps,
-    plan_exchanges,
 )
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
@@ -79,7 +78,7 @@ class Runner:
     """
 
     def __init__(self, schedule: Schedule, messages: Messages, chunks: PipelineTraining) -> None:
-        self._steps = plan_exchanges(schedule)[messages.rank]
+        self._steps = schedule.exchanges[messages.rank]
         self._posts = list(_plan_posts(self._steps))
         self.schedule, self._chunks, self._messages = schedule, chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
