@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.damage import full_after
-from tests.checkpoint.peaks import growth, needs_linux
+from tests.checkpoint.peaks import SLACK, growth, needs_linux
 from tests.commands import failure
 from tests.distributed.models import LLAMA, VOCABULARY, Tiny
 from tests.distributed.training import numbers, start, step, token_loss, tokens
@@ -364,7 +364,7 @@ def test_an_export_holds_a_unit_or_a_tensor_at_a_time(tmp_path):
     command = ["export", str(tmp_path / "checkpoint"), str(tmp_path / "command")]
     for export, *arguments in ((engine.save_pretrained, tmp_path / "engine"), (main, command)):
         export(*arguments)  # what is allocated once is
-        assert growth(export, *arguments) <= 2 * MEGABYTE + 4 * MEGABYTE
+        assert growth(export, *arguments, times=3) <= 2 * MEGABYTE + SLACK
     assert (tmp_path / "command" / "model.safetensors").stat().st_size > 31 * MEGABYTE
 
 
