@@ -181,23 +181,36 @@ def test_replicas_of_two_ranks_equal_one_process_that_trains_them():
 
 
 @on_ranks(2)
-def test_replicas_begin_with_the_values_of_rank_0_and_do_not_wait_for_each_other():
+def test_replicas_begin_with_the_values_of_rank_0():
     engine = start(zeroshard.OuterStep.periodic_averaging(4), seed=dist.get_rank())
     assert (engine.dp_rank, engine.dp_world_size) == (dist.get_rank(), 2)
     assert not far(engine, seeded(Net).state_dict(), 0.0)
-    number = torch.zeros(1)
-    if dist.get_rank() == 1:
-        dist.recv(number, 0)  # rank 0 has taken three steps by then
-    train(engine, range(3))
-    if dist.get_rank() == 0:
-        dist.send(number, 1)
-    before = engine.full_state_dict()
-    train(engine, [3])
-    return [
-        name
-        for name, one in engine.full_state_dict().items()
-        if one.equal(before[name]) != ("frozen" in name)
-    ]
+
+
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, [0, 3]), (4, [1, 2, 3])])
+@on_ranks()
+def test_replicas_do_not_wait_for_each_other_between_outer_steps(num_ranks, stages):
+    """Replica 1 stays in its first backward until replica 0 has taken all of its local steps."""
+    group, found = num_ranks // 2, []
+
+    def wait_for_replica_0(_):
+        dist.recv(torch.zeros(1), dist.get_rank() - group)
+
+    for stage in stages:
+        engine = start(zeroshard.OuterStep.periodic_averaging(4), stage=stage, group=group)
+        replica, first = replica_of(engine), loss_of(engine, 0)
+        if replica == 1:
+            first.register_hook(wait_for_replica_0)
+        engine.backward(first)
+        engine.step()
+        train(engine, range(1, 3))
+        if replica == 0:
+            dist.send(torch.zeros(1), dist.get_rank() + group)
+        before = engine.full_state_dict()
+        train(engine, [3])
+        after = engine.full_state_dict()
+        found += [(stage, name) for name in after if after[name].equal(before[name]) != ("frozen" in name)]
+    return found
 
 
 @on_ranks(2)
