@@ -35,6 +35,7 @@ import zeroshard
 from examples import hooks
 from tests.distributed.training import farthest, flat_values, numbers, take_steps
 from tests.ranks import Ranks, on_ranks
+from zeroshard.optim import LAMB, Muon
 
 SIZES = [(60, 40), (50, 60), (7, 50)]
 """The matrices of the model. PowerSGD of rank 2 compresses all of them, by a factor of 4.8 and more."""
@@ -233,6 +234,10 @@ def test_settings_in_which_a_hook_cannot_be_right_are_refused():
     state = PowerSGDState(None, 1 + dist.get_rank())
     with pytest.raises(RuntimeError, match="'matrix_approximation_rank': 2"):
         start(state, powerSGD_hook, stage=0)
+    for kind in (LAMB, Muon):  # their updates would be of several ranks' gradients
+        model = build(bias=False)
+        with pytest.raises(ValueError, match=f"noop_hook with {kind.__name__}: expected an element-wise opt"):
+            zeroshard.initialize(model, kind(model.parameters()), {"stage": 0}, gradient_hook=({}, noop_hook))
 
 
 WRONG = [

@@ -32,6 +32,8 @@ from zeroshard.internals import pytree
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stepping.norms import UsesNorms
+from zeroshard.stepping.wholes import UsesWholes
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 """(state, bucket) -> the future of the means, as `DistributedDataParallel.register_comm_hook` takes it."""
@@ -243,7 +245,7 @@ def make_hook(
     if hook is not None:
         if is_local:
             raise ValueError(f"{hook.name}: expected no outer_step, as a hook averages over all replicas")
-        _check_settings(hook, config, model)
+        _check_settings(hook, config, model, optimizer)
     return hook
 
 
@@ -254,7 +256,7 @@ def install_hook(hook: GradientHook | None, runtime: Runtime) -> None:
         runtime.state.hook = hook
 
 
-def _check_settings(hook: GradientHook, config: Config, model: nn.Module) -> None:
+def _check_settings(hook: GradientHook, config: Config, model: nn.Module, optimizer: Any) -> None:
     """Refuse settings in which a hook cannot be right.
 
     Raises:
@@ -265,6 +267,9 @@ def _check_settings(hook: GradientHook, config: Config, model: nn.Module) -> Non
     allowed["nonfinite"] = ["report", "error"]  # what is skipped would stay in the state of the hook
     if hook.is_local:
         why = "ranks go on with different gradients; OuterStep.post_local_sgd takes local steps at all stages"
+        if isinstance(optimizer, UsesNorms | UsesWholes):  # which ask ranks for parts, as of one gradient
+            name = type(optimizer).__name__
+            raise ValueError(f"{hook.name} with {name}: expected an element-wise optimizer, as {why}")
         allowed |= {"stage": [0], "nonfinite": ["report"], "clip_grad_norm": [None], "ignored": [None]}
         allowed |= {"offload.optimizer": ["none"], "precision.main_dtype": [None, torch.float32]}
     for key, values in allowed.items():
