@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25305,
-    "statements of the package": 21025,
-    "tokens of the package": 250063,
+    "lines of code of the package": 25317,
+    "statements of the package": 21037,
+    "tokens of the package": 250228,
     "lines of code of the core": 7889,
     "statements of the core": 6846,
     "tokens of the core": 73866,

@@ -29,6 +29,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
@@ -52,7 +55,7 @@ def power():
 
 
 def loss_of(model, number):
-    return model(numbers(number, 6, 40)).square().mean()
+    return model(numbers(number, 6, 40).to(next(model.parameters()).dtype)).square().mean()
 
 
 def waiting(hook):
@@ -66,8 +69,8 @@ def waiting(hook):
     return wait
 
 
-def train_replicated(state, hook, num_steps, *, k=1, clip=None, model=None, **options):
-    """The parameters of DistributedDataParallel on this rank."""
+def train_replicated(state, hook, num_steps, *, k=1, clip=None, model=None, after=list, **options):
+    """The parameters of DistributedDataParallel on this rank; a function takes them after each step."""
     model = DistributedDataParallel(model or build(), **options)
     model.register_comm_hook(state, waiting(hook))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -78,6 +81,7 @@ def train_replicated(state, hook, num_steps, *, k=1, clip=None, model=None, **op
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        after(model.parameters())
         optimizer.zero_grad()
     return [p.detach().view(-1) for p in model.module.parameters()]
 
@@ -193,19 +197,101 @@ def test_ranks_of_post_local_sgd_go_apart_as_in_ddp_and_are_saved_where_they_agr
         train(engine, range(2, 4))
         got = [p.detach() for p in engine.parameters()]
         assert not farthest(got, want)
-        with pytest.raises(RuntimeError, match=r"has let ranks go apart: .*Average p.data"):
+        with pytest.raises(RuntimeError, match=r"has let ranks go apart: .*unsharded\(write_back=True\)"):
             engine.save_checkpoint(tmp_path)
         with pytest.raises(RuntimeError, match="ranks have different gradients"):
             engine.clip_grad_norm_(1.0)
+        average_wholes(engine, dist.group.WORLD)
+        engine.save_checkpoint(tmp_path, optimizer=False)
+
+
+START, PERIOD = 2, 2
+"""The first step of post-local SGD that averages parameters, and the steps from one average to the next."""
+
+
+def post_local(group_size, **options):
+    """A state whose subgroup is the shard group, and the group of the ranks with the same shard."""
+    shape = dist.get_world_size() // group_size, group_size
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    state = PostLocalSGDState(None, mesh.get_group("dp_shard"), START, **options)
+    return state, mesh.get_group("dp_replicate")
+
+
+def average_slices(engine, replicas):
+    for p in engine.parameters():
+        dist.all_reduce(p.data.div_(replicas.size()), group=replicas)
+
+
+def average_wholes(engine, replicas):
+    with engine.unsharded(write_back=True):
+        average_parameters(iter([p for p in engine.parameters() if p.requires_grad]), replicas)
+
+
+@pytest.mark.parametrize(("num_ranks", "group_size"), [(4, 2), (2, 1), (2, 2)])
+@on_ranks()
+def test_post_local_sgd_over_shard_groups_gives_the_parameters_of_ddp_at_stage_1(num_ranks, group_size):
+    """In float64: Gloo's sums of 4 ranks depend on the place in a bucket, and DDP's first one is another."""
+    state, replicas = post_local(group_size)
+    averager, want = PeriodicModelAverager(PERIOD, START, replicas), []
+
+    def after(parameters):
+        averager.average_parameters(parameters := list(parameters))
+        want.append([p.detach().flatten().clone() for p in parameters])
+
+    train_replicated(state, post_localSGD_hook, 6, model=build().double(), after=after)
+    for average in (average_slices, average_wholes):
+        config = {"model": build().double(), "stage": 1, "shard_group_size": group_size}
+        engine = start(post_local(group_size)[0], post_localSGD_hook, **config)
+        for step in range(6):
+            train(engine, [step])
+            if step >= START and (step - START) % PERIOD == 0:
+                average(engine, replicas)
+            assert farthest(flat_values(engine), want[step]) < 1e-12, step
+
+
+@on_ranks(2)
+def test_a_state_of_ranks_that_go_further_apart_is_not_loaded(tmp_path):
+    alone = post_local(2, post_local_gradient_allreduce=False)[0]
+    start(alone, post_localSGD_hook, stage=0).save_checkpoint(tmp_path)
+    state = post_local(2)[0]
+    engine = start(state, post_localSGD_hook, stage=1)
+    with pytest.warns(UserWarning, match="a hook keeps its present state"):
+        engine.load_checkpoint(tmp_path)
+    assert state.post_local_gradient_allreduce
+
+
+@on_ranks(4)
+def test_slices_of_post_local_sgd_are_saved_where_replicas_agree(tmp_path):
+    state, replicas = post_local(2)
+    engine = start(state, post_localSGD_hook, stage=1, shard_group_size=2)
+    train(engine, range(START + 1))
+    with pytest.raises(RuntimeError, match="has let ranks go apart"):
+        engine.save_checkpoint(tmp_path)
+    average_slices(engine, replicas)
+    with pytest.raises(RuntimeError, match="leave out states that differ with optimizer=False"):
+        engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path, optimizer=False)
+    want = flat_values(engine)
+    train(engine, [START + 1])
+    engine.load_checkpoint(tmp_path, optimizer=False)
+    assert not farthest(flat_values(engine), want)
+    if dist.get_rank() == 2:  # two of the four ranks hold other slices, and agree
+        next(engine.parameters()).data.add_(1)
+    with pytest.raises(RuntimeError, match="has let ranks go apart"):
+        engine.save_checkpoint(tmp_path, optimizer=False)
 
 
 POWER, APART = (power, powerSGD_hook), (lambda: PostLocalSGDState(None, None, 1), post_localSGD_hook)
+OTHERS = lambda: post_local(2)[0], post_localSGD_hook
+ALONE = lambda: post_local(2, post_local_gradient_allreduce=False)[0], post_localSGD_hook
 REFUSED = [
     (POWER, {"stage": 2}, r"powerSGD_hook with stage=2: expected one of \[0, 1\].*reduce_dtype='bf16'"),
     (POWER, {"stage": 3}, r"powerSGD_hook with stage=3: expected one of \[0, 1\]"),
     (POWER, {"precision": {"param_dtype": "fp16"}}, "with float16: .*expected bf16"),
     (POWER, {"nonfinite": "skip"}, "with nonfinite='skip': expected one of .'report', 'error'."),
     (APART, {"stage": 1}, r"with stage=1: expected one of \[0\], as ranks go on with different gradients"),
+    (OTHERS, {"stage": 1, "shard_group_size": 1}, "unless subgroup is the shard group.; OuterStep"),
+    (ALONE, {"stage": 1}, r"post_localSGD_hook with stage=1: expected one of \[0\], as ranks go on"),
     ((dict, noop_hook), {"stage": 1}, r"noop_hook with stage=1: expected one of \[0\], as ranks go on"),
     (APART, {"clip_grad_norm": 1.0}, "with clip_grad_norm=1.0: expected one of .None., as ranks go on"),
     (APART, {"nonfinite": "error"}, "with nonfinite='error': expected one of .'report'."),

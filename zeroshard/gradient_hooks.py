@@ -112,6 +112,14 @@ class GradientHook:
         """Number the buffers that the hook reduces from the last one on, on all ranks alike."""
         self._buckets = {buffer.tag: [one.fqn for one in buffer.originals] for buffer in buffers[::-1]}
 
+    def keeps_mean_of(self, group_size: int | None) -> bool:
+        """True if ranks that go apart have the mean of their shard group, so that slices are of one model."""
+        size = group_size or self._axis.size
+        first, subgroup = self._axis.rank // size * size, getattr(self.state, "subgroup", None)
+        if not isinstance(subgroup, ProcessGroup) or not self.state.post_local_gradient_allreduce:
+            return False
+        return self._axis.over(subgroup).global_ranks == [*range(first, first + size)]
+
     def begin(self) -> bool:
         """Begin a backward; return True if the hook reduces its gradients."""
         self._called.clear()
@@ -184,8 +192,10 @@ class GradientHook:
         return [leaf for leaf in pytree.tree_leaves(self.saved()) if isinstance(leaf, Tensor)]
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Return True if a record of `to_files` is of the same buckets."""
-        return bool(record["buckets"] == [*self._buckets.values()])
+        """Return True if a record of `to_files` is of the same buckets, and of ranks that go as far apart."""
+        key = "post_local_gradient_allreduce"
+        is_alike = record["values"].get(key) == getattr(self.state, key, None)
+        return bool(is_alike and record["buckets"] == [*self._buckets.values()])
 
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a checkpoint keeps of this rank: a record without tensors, and the tensors by name."""
@@ -266,11 +276,13 @@ def _check_settings(hook: GradientHook, config: Config, model: nn.Module, optimi
     allowed: dict[str, Any] = {"mesh.pp": [1], "mesh.tp": [1], "stage": [0, 1]}
     allowed["nonfinite"] = ["report", "error"]  # what is skipped would stay in the state of the hook
     if hook.is_local:
-        why = "ranks go on with different gradients; OuterStep.post_local_sgd takes local steps at all stages"
+        why = "ranks go on with different gradients (at stage 1 unless subgroup is the shard group); "
+        why += "OuterStep.post_local_sgd takes local steps at all stages"
         if isinstance(optimizer, UsesNorms | UsesWholes):  # which ask ranks for parts, as of one gradient
             name = type(optimizer).__name__
             raise ValueError(f"{hook.name} with {name}: expected an element-wise optimizer, as {why}")
-        allowed |= {"stage": [0], "nonfinite": ["report"], "clip_grad_norm": [None], "ignored": [None]}
+        allowed |= {"stage": [0, 1] if hook.keeps_mean_of(config.shard_group_size) else [0]}
+        allowed |= {"nonfinite": ["report"], "clip_grad_norm": [None], "ignored": [None]}
         allowed |= {"offload.optimizer": ["none"], "precision.main_dtype": [None, torch.float32]}
     for key, values in allowed.items():
         if (value := flat(config)[key]) not in values:

@@ -192,7 +192,9 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
     states, hook = with_averages(reading.states, parts.averages), runtime.state.hook
     if hook is not None and hook.lets_go_apart:
-        _require_replicas(axis, slices(runtime, names, states))
+        alike = axes.dp_replicate if runtime.context.setting.placements.optimizer else axis
+        own = slices(runtime, names, states)
+        on_all(axis, "comparison of replicas", lambda: _require_replicas(alike, own))
     written = list(slices(runtime, names, states, written=True))
     whole = {} if hook is None or parts.optimizer is None else hook.to_files()[1]
     if axes.everyone.rank == 0:
@@ -213,8 +215,8 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
 def _require_replicas(axis: Axis, held: Iterable[TensorSlice]) -> None:
     """Refuse to save one value for all ranks where ranks have different ones; collective."""
     facts = [f"'{part.name}' with checksum {_crc_of(part.data)}" for part in held]
-    why = "save_checkpoint: the gradient hook has let ranks go apart: {}. Average p.data of each before, in "
-    why += "place, and leave out states that differ with optimizer=False"
+    why = "save_checkpoint: the gradient hook has let ranks go apart: {}. Average whole parameters in "
+    why += "unsharded(write_back=True) before, and leave out states that differ with optimizer=False"
     require_same(axis, facts, lambda found: RuntimeError(why.format(found)))
 
 
