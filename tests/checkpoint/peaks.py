@@ -25,8 +25,9 @@ def status(key: str) -> int:
 def growth(action: Callable[..., Any], *args: Any, times: int = 1) -> int:
     """Bytes by which the peak of resident memory exceeds what is held before, the least of several times.
 
-    Pages of libraries are not counted: the system takes them from a process and brings them back as it likes. Where
-    it does so in the middle of a call, that call counts them, so the least of three calls is what the action needs.
+    Pages of libraries are not counted: the system takes them from a process and brings them back as it
+    likes. Where it does so in the middle of a call, that call counts them, so the least of three calls is
+    what the action needs.
     """
     if times > 1:
         return min(growth(action, *args) for _ in range(times))
