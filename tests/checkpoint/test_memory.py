@@ -42,10 +42,14 @@ def test_a_rank_holds_one_box_more_and_in_the_background_its_shard_once_more(tmp
         engine.save_checkpoint(folder, "background", blocking=False)
         engine._saver.finish()
 
+    def first_in_background():
+        engine._saver._buffer = None  # its copy of the shard
+        return growth(in_background)
+
     found = {
         "save": growth(engine.save_checkpoint, folder, "first", times=3),
         "load": growth(engine.load_checkpoint, folder, "first", times=3),
-        "background": growth(in_background),
+        "background": min(first_in_background() for _ in range(3)),
         "background again": growth(in_background, times=3),
     }
     report = engine.memory_report()
