@@ -103,6 +103,8 @@ threads()
 """
 
 ABSENT = 'if rank == 1: raise LookupError("no data")'
+SOON_S = 45
+"""Without a watchdog the ranks end after 60 s and more."""
 
 
 def script(*parts: str, stage: int = 3, watchdog_s: float = 60.0, **values: object) -> str:
@@ -128,7 +130,7 @@ def assert_gave_up(ending: Ending, rank: int) -> None:
     """The last line is our error, with the rank, the collective and the unit."""
     collective = r"(all-gather|reduce-scatter of the gradients) of (unit '[^']+'|the root unit)"
     assert re.match(rf"RuntimeError: rank {rank} of 2 gave up in the {collective} after ", ending.last_line)
-    assert ending.seconds < 20
+    assert ending.seconds < SOON_S
 
 
 def check_killed(pair: tuple[Ending, ...], dead: int = 1) -> None:
@@ -146,7 +148,7 @@ def check_stuck(pair: tuple[Ending, ...], place: str = OUTSIDE) -> None:
     """All tell where each rank was; the stacks of the stuck one are of its main thread, and of a loader's."""
     waiting, stuck = pair
     assert [waiting.code, stuck.code] == [1, 1]
-    assert stuck.seconds < 20
+    assert stuck.seconds < SOON_S
     assert "after at most 2 s" in waiting.last_line
     assert_gave_up(waiting, rank=0)
     report = rf"; rank 0 waits in the .*; {re.escape(place)} \d+\.\d s"
@@ -175,7 +177,7 @@ def test_the_same_holds_for_other_ranks_stages_and_places(run: Forks) -> None:
     for dead, pair in enumerate(busy):
         ending = pair[1 - dead]
         assert ending.code == 1
-        assert ending.seconds < 20
+        assert ending.seconds < SOON_S
         assert f": rank {dead} is lost since" in ending.output
         assert f"rank {dead} has exited" in ending.output
     inside = "rank 1 is in the {} of unit 'blocks.2' since"

@@ -65,7 +65,7 @@ def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(kind):
         text = f"^rank 0 of 2 gave up in the {label}, because a rank has raised an alarm$"
         with pytest.raises(RuntimeError, match=text):
             wait(label)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # and not the 30 s of the axis
 
 
 @on_ranks(2)

@@ -49,7 +49,7 @@ def test_a_rank_that_is_killed_in_the_middle_ends_all_others_with_their_actions(
     assert endings[3].code == -signal.SIGKILL
     for rank, ending in enumerate(endings[:3]):
         assert ending.code == 1
-        assert ending.seconds < 25
+        assert ending.seconds < 45
         assert re.match(rf"RuntimeError: rank {rank} of 4 gave up in the ", ending.last_line)
         assert re.search(
             r"rank 3 has exited or is stopped \(.*, action 1F2 of pipeline rank 1", ending.last_line
