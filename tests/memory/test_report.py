@@ -76,12 +76,12 @@ def test_reports_have_the_fields_of_the_design_and_count_since_the_last_reset():
 def test_a_memory_report_has_the_memory_of_the_process_now_and_at_its_peak():
     engine, _ = start(tiny(), "SGD", stage=1)
     # A mapping of its own: the heap may serve an allocation from memory that it holds, and keep it there.
-    with mmap.mmap(-1, 64 << 20) as ballast:
+    with mmap.mmap(-1, 256 << 20) as ballast:
         ballast.write(bytes([1]) * len(ballast))
         with_ballast = engine.memory_report()
     after, rss = engine.memory_report(), psutil.Process().memory_info().rss
     assert "gathered" not in str(after)
-    assert with_ballast.rss - after.rss > 60 << 20
+    assert with_ballast.rss - after.rss > 224 << 20  # the system may bring back pages of libraries meanwhile
     assert after.peak_rss > with_ballast.rss - (1 << 20)  # Linux counts it but for some pages
     assert abs(after.rss - rss) < 16 << 20
     assert (after.allocated, after.reserved, after.peak_allocated) == (None, None, None)
