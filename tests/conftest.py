@@ -61,13 +61,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
     import torch
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     from tests.worker import ask_no_name_server
 
-    # The ranks of a test share few cores, so an example's time says nothing; in CI, examples don't change.
-    num_examples = {} if config.option.all else {"max_examples": 40}
-    settings.register_profile("zeroshard", deadline=None, derandomize="CI" in os.environ, **num_examples)
+    # The ranks of a test share few cores, so the time that an example or its draw takes says nothing. Where
+    # all tests must pass, examples don't change: `make test` draws others each time.
+    settings.register_profile(
+        "zeroshard",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=config.option.all or "CI" in os.environ,
+        max_examples=100 if config.option.all else 40,
+    )
     settings.load_profile("zeroshard")
     torch.set_num_threads(1)  # as in the ranks: two processes run tests, and a thread that waits is busy
     ask_no_name_server()

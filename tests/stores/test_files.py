@@ -70,12 +70,13 @@ def extent_of(swap, place):
 
 
 SIZES = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 17])
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 ACTS = st.lists(
     st.tuples(st.sampled_from(["allocate", "write", "free"]), SIZES, st.integers(0, 7)), max_size=20
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=UNCHECKED)
 @given(acts=ACTS, num_folders=st.integers(1, 3))
 def test_every_place_keeps_the_bytes_that_were_written_last(tmp_path, acts, num_folders):
     folders = [tmp_path / str(number) for number in range(num_folders)]
@@ -115,7 +116,7 @@ def follow(swap, acts):
     return expected
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=UNCHECKED)
 @given(cuts=st.lists(st.integers(0, 9 * BLOCK), max_size=6), num_folders=st.integers(1, 2))
 def test_ranges_of_a_place_may_begin_and_end_inside_of_blocks(tmp_path, cuts, num_folders):
     with opened([tmp_path] * num_folders) as swap:
