@@ -87,6 +87,10 @@ def test_a_memory_report_has_the_memory_of_the_process_now_and_at_its_peak():
     assert (after.allocated, after.reserved, after.peak_allocated) == (None, None, None)
 
 
+LATE_S = 0.5
+"""Longer than a rank of a busy machine stands still."""
+
+
 def waits():
     """The seconds that each rank waits, by collective, when rank 1 comes late to a backward and to a sum."""
     engine, _ = start(tiny(), "SGD")
@@ -94,7 +98,7 @@ def waits():
     for loss in (square_loss(engine, 0), None):
         engine.reset_comm_report()
         if dist.get_rank() == 1:
-            time.sleep(0.2)
+            time.sleep(LATE_S)
         loss.backward() if loss is not None else engine.clip_grad_norm_(1.0)
         found.append(engine.comm_report().waited_s)
     return found
@@ -104,9 +108,9 @@ def test_the_time_for_which_a_rank_waits_for_a_slower_one_is_counted_by_collecti
     fast, slow = ranks(2, waits)
     for phase, kinds in ((0, ("all_gather", "reduce_scatter")), (1, ("control",))):
         waited = [sum(rank[phase][kind] for kind in kinds) for rank in (fast, slow)]
-        assert 0.1 < waited[0] < 5
+        assert LATE_S / 2 < waited[0] < 5
         assert waited[1] < waited[0] - 0.05
-        assert sum(fast[phase].values()) == pytest.approx(waited[0], abs=0.1)
+        assert sum(fast[phase].values()) == pytest.approx(waited[0], abs=LATE_S / 2)
 
 
 def test_on_an_accelerator_the_memory_is_that_of_its_allocator(monkeypatch):
