@@ -115,12 +115,12 @@ class Worker:
 
     def _ending(self) -> str:
         with suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(timeout=5)
+            status = self._process.wait(timeout=20)
             return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
         return "closed its connection"
 
 
-def print_stacks(workers: Sequence[Worker], timeout: float = 3.0) -> None:
+def print_stacks(workers: Sequence[Worker], timeout: float = 10.0) -> None:
     """Have the processes print the stacks of all their threads, and wait until they have."""
     before = [worker.output_size() for worker in workers]
     for worker in workers:
