@@ -408,7 +408,7 @@ def test_no_other_place_puts_something_around_a_forward():
     not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
     reason="torch.compile needs a C++ compiler on CPUs",
 )
-@on_ranks(2, timeout=240)
+@on_ranks(2, timeout=600)
 def test_compiled_units_are_close_and_are_not_compiled_again():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
