@@ -31,7 +31,7 @@ from tests.pretend.signatures import regions_of
 from tests.pretend.trace import Trace
 from tests.pretend.transfers import LIMIT, Transfer
 
-_SENT_LIMIT = timedelta(seconds=1)
+_SENT_LIMIT = timedelta(seconds=10)
 """How long values may take that have been sent."""
 
 
