@@ -70,7 +70,7 @@ class Ranks:
         /,
         *args: Any,
         process_group: bool = True,
-        timeout: float = 120.0,
+        timeout: float = 60.0,
         **kwargs: Any,
     ) -> list[Any]:
         """Run `function(*args, **kwargs)` on all ranks; return what it returns, by rank.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tests.forks import Forker
 
-GROUP_TIMEOUT = timedelta(seconds=100)
+GROUP_TIMEOUT = timedelta(seconds=45)
 PRINTED_CHARACTERS = 20_000  # of a process's output, the last ones are shown
 
 
