@@ -121,8 +121,8 @@ class Link:
         return stays, np.minimum(stays, min(self.to_host * option.forward, back))
 
 
-NO_LINK = Link(to_host=1.0, from_host=1.0)
-"""The link where nothing moves."""
+NO_LINK = Link(to_host=1e-9, from_host=1e-9)
+"""Where no activations go to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +151,12 @@ class UnitProfile:
     again: float = 0.0
     """Seconds that a recomputation adds."""
 
-    def options(self, link: Link | None) -> Sequence[Option]:
+    def options(self, link: Link) -> Sequence[Option]:
         """Return the ways of a unit: it keeps, recomputes, or sends to the host.
 
         Args:
-            link: the link to the host, if activations may go there. Compute waits for the copies of a unit
-                beside the next one, so what a forward or backward leaves of their time is lost.
+            link: the link to the host. Compute waits for the copies of a unit beside the next one, so what a
+                forward or backward leaves of their time is lost.
         """
         kept, forward, backward = self.kept or 0, self.forward, self.backward
         working = max(self.working, kept)
@@ -164,14 +164,15 @@ class UnitProfile:
         again = replace(keep, name=RECOMPUTE, held=self.inputs, again=self.again)
         if self.kept is None:
             return [again]
-        found = [keep, again]
+        if link == NO_LINK:
+            return [keep, again]
+        far = list[Option]()
         for base, name, num in ((keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)):
-            if link is not None:
-                longer = forward + max(0.0, num / link.to_host - forward)
-                more = base.again + max(0.0, num / link.from_host - backward)
-                moved = replace(base, name=name, held=base.held - num, moved=num)
-                found.append(replace(moved, forward=longer, again=more))
-        return found
+            longer = forward + max(0.0, num / link.to_host - forward)
+            more = base.again + max(0.0, num / link.from_host - backward)
+            moved = replace(base, name=name, held=base.held - num, moved=num)
+            far.append(replace(moved, forward=longer, again=more))
+        return [keep, again, *far]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
