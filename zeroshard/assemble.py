@@ -143,8 +143,8 @@ def shard_over(
     budget = None
     if config.recompute == "auto":
         has_loop = type(module).forward is nn.Sequential.forward and (part is None or len(part.chunks) == 1)
-        called = module._modules.values() if has_loop else ()  # a module may be called twice
-        loop = [one for one in called if one is not None and not isinstance(one, Absent)]
+        called = module._modules.values()  # a module may be called twice
+        loop = [one for one in called if has_loop and one is not None and not isinstance(one, Absent)]
         in_flight = 1.0 if part is None else part.in_flight
         budget = Budget(units, changes, context, config, loop, in_flight)
     if config.offload.activations == "cpu":

@@ -62,12 +62,9 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
-_TIMED = (KEEP, RECOMPUTE)
-"""The choices whose seconds are measured; those of the others follow from these and the link."""
-_GAIN = 1e-3
-"""The share of the time that a plan of a chain must save: less is noise."""
-_LINK_BYTES = 1 << 26
-"""Bytes that are copied each way to measure the link."""
+_TIMED = (KEEP, RECOMPUTE)  # measured; seconds of other choices follow from these and the link
+_GAIN = 1e-3  # the share of the time that a plan of a chain must save: less is noise
+_LINK_BYTES = 1 << 26  # copied each way to measure the link
 
 
 class Budget:
@@ -127,15 +124,13 @@ class Budget:
         self._is_chain = bool(modules) and list(loop) == modules and all(unit.is_resident for unit in units)
         """True if the units are the stages of a chain, which may be computed again in runs, and runs in runs:
         a Sequential whose parameters are not gathered, as a run would gather all of its units together."""
-        if self._is_chain or self._device.type == "cpu":
-            changes.around(self._root, "budget", partial(self._rooted, units[0]))
+        changes.around(self._root, "budget", partial(self._rooted, units[0]))
         self._largest = -1
         """The most bytes of the tensors that the root was given."""
         self._given = set[int]()
         """The storages that units of this forward were given."""
         self._begun: Any = None
         """The begin of a forward whose backward has not begun."""
-        changes.hook(self._root.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._restart()
 
     @property
@@ -207,6 +202,7 @@ class Budget:
         def rooted(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)
+            self._begin(sum(_bytes_of((args, kwargs)).values()))
             if self.tree is not None:
                 return self._run(self.tree, *args)  # as Sequential is called
             if self.plan is not None or self._device.type != "cpu":
@@ -264,11 +260,9 @@ class Budget:
         if inputs:
             inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
 
-    def _begin(self, _: nn.Module, *given: Any) -> None:
-        """Begin a forward."""
-        if not torch.is_grad_enabled() or is_in_backward():
-            return
-        if (size := sum(_bytes_of(given).values())) > self._largest:
+    def _begin(self, size: int) -> None:
+        """Begin a forward of the root, which was given so many bytes."""
+        if size > self._largest:
             self._largest = size
             self._restart()
         has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
@@ -322,12 +316,9 @@ class Budget:
                 self.tree, times = tree, nested
                 self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
         if self.tree is None and self.plan.peak > room and self._steps == PROBED:
-            needed = self._num_bytes, others, self._in_flight * self.plan.peak
-            budget, rest, own = map(format_bytes, needed)
             warn_user(
-                f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
-                f"activations {own} even where units recompute. Take fewer samples, or "
-                "offload.optimizer='cpu'"
+                f"memory_budget: {format_bytes(self._num_bytes)} are not enough for this batch: all else "
+                f"takes {format_bytes(others)}. Take fewer samples, or offload.optimizer='cpu'"
             )
         self.seconds = dict(zip(self._modules, times, strict=True))
         self.seconds[self._root] = max(0.0, median(self._rests or [0.0]))
@@ -381,11 +372,9 @@ def budget_of(given: float | None, device: torch.device) -> int:
         ValueError: a share of the memory of the CPU, which others use, too.
     """
     share = SHARE if given is None else given
-    if share > 1:
-        return int(share)
-    if device.type == "cpu":
+    if share <= 1 and device.type == "cpu":
         raise ValueError("memory_budget: expected bytes on the CPU, such as '8GB', got a share")
-    return int(share * torch.accelerator.get_memory_info(device)[1])
+    return int(share if share > 1 else share * torch.accelerator.get_memory_info(device)[1])
 
 
 def _bytes_of(values: Any) -> dict[int, int]:
