@@ -19,7 +19,7 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
-from zeroshard.forwards.budget import Budget, budget_of
+from zeroshard.forwards.budget import Budget
 from zeroshard.forwards.lean import change_mlps
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
@@ -142,14 +142,11 @@ def shard_over(
         recompute_forwards(units, changes)
     budget = None
     if config.recompute == "auto":
-        num_bytes = budget_of(config.memory_budget, device)
         has_loop = type(module).forward is nn.Sequential.forward and (part is None or len(part.chunks) == 1)
-        called = module._modules.values() if has_loop else ()  # a module may be called twice
-        loop = [one for one in called if one is not None and not isinstance(one, Absent)]
-        in_flight = None if part is None else part.in_flight
-        budget = Budget(
-            units, changes, context, num_bytes, moves=not config.compile, loop=loop, in_flight=in_flight
-        )
+        called = module._modules.values()  # a module may be called twice
+        loop = [one for one in called if has_loop and one is not None and not isinstance(one, Absent)]
+        in_flight = 1.0 if part is None else part.in_flight
+        budget = Budget(units, changes, context, config, loop, in_flight)
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute != "unit")
     exclude_from_tracing()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import STAGES, take_steps
+from tests.distributed.training import ALL_STAGES, take_steps
 from tests.forwards.peak import Peak
 from tests.parallel.models import build as build_model
 from tests.parallel.models import kind_of
@@ -132,51 +132,66 @@ class Headed(nn.Module):
         super().__init__()
         self.blocks, self.head = build(num=16), nn.Linear(WIDTH, 8 * WIDTH)
 
-    def forward(self, x, labels=None):
-        logits = self.head(self.blocks(x))
+    def forward(self, x, labels=None, tiles=None):
+        hidden = self.blocks(x)
+        if tiles is not None:
+            return zeroshard.tiled_cross_entropy(hidden, labels, self.head, tiles=tiles)
+        logits = self.head(hidden)
         return logits if labels is None else nn.functional.cross_entropy(logits, labels)
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_a_step_takes_at_least_nine_tenths_of_its_budget(is_inside):
+LOSSES = {
+    "outside": lambda engine, x, labels: nn.functional.cross_entropy(engine(x), labels),
+    "inside": lambda engine, x, labels: engine(x, labels),
+    "in tiles": lambda engine, x, labels: engine(x, labels, tiles=4),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_takes_at_least_nine_tenths_of_its_budget(loss):
     x, labels, model = batch(0), torch.arange(ROWS), Headed()
     states = 16 * sum(p.numel() for p in model.parameters())
     config = {"stage": 0, "recompute": "auto", "memory_budget": states + 14 * KEPT}
     engine = zeroshard.initialize(model, adamw, {**config, "gradient_accumulation_steps": 2}).engine
-    loss_of = lambda: engine(x, labels) if is_inside else nn.functional.cross_entropy(engine(x), labels)  # noqa: E731
     for _ in range(2 * PLANNED + 3):
-        engine.backward(loss_of())
+        engine.backward(LOSSES[loss](engine, x, labels))
         engine.step()
     assert 0 < names(engine).count("keep") < 16
     parameters = [*engine.module.parameters()]
     with Peak([x, labels, *parameters, *(p.grad for p in parameters)]) as live:
-        engine.backward(loss_of())
+        engine.backward(LOSSES[loss](engine, x, labels))
     assert 0.9 * 14 * KEPT < live.peak <= 14 * KEPT
     engine.close(restore=False)
 
 
-def random_plans():
-    """Losses and parameters at some stages, with other choices in each step."""
-    found = []
-    for stage, choices in [(None, random.Random(0)), *((stage, random.Random(stage)) for stage in STAGES)]:
-        config = {"recompute": "auto", "memory_budget": "1GB"} if stage is not None else {}
-        engine = zeroshard.initialize(build(), adamw, {"stage": stage or 0, **config}).engine
+def choose(engine, choices):
+    """Let each unit keep or recompute at random from here on."""
+    budget = engine._runtime.budget
+    budget._steps = PLANNED
+    budget._name(choices.choice(["keep", "recompute"]) for _ in budget.names)
+
+
+def random_plans(folder):
+    """Losses and parameters at all stages and on all tiers, with other choices in each step."""
+    found, choices = [], random.Random(0)
+    tiers = [{"optimizer": tier, "parameters": tier, "nvme_path": folder} for tier in ("cpu", "nvme")]
+    configs = [*({"stage": stage} for stage in ALL_STAGES), *({"stage": 3, "offload": one} for one in tiers)]
+    for config in ({"stage": 0}, *({**one, "recompute": "auto", "memory_budget": "1GB"} for one in configs)):
+        engine = zeroshard.initialize(build(), adamw, config).engine
         losses = train(engine, 3)
         for number in range(3, 6):
-            if stage is not None:
-                budget = engine._runtime.budget
-                budget._steps = PLANNED
-                budget._name(choices.choice(["keep", "recompute"]) for _ in range(BLOCKS))
+            if "recompute" in config:
+                choose(engine, choices)
             losses += train(engine, 1, first=number)
         found.append((losses, engine.full_state_dict()))
         engine.close(restore=False)
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_any_choices_give_the_same_bits(ranks, num_ranks):
-    for (want, state), *others in ranks(num_ranks, random_plans):
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_any_choices_give_the_same_bits(ranks, num_ranks, tmp_path):
+    for (want, state), *others in ranks(num_ranks, random_plans, str(tmp_path)):
         for losses, values in others:
             assert losses == want
             assert all(torch.equal(values[name], state[name]) for name in state)
@@ -270,15 +285,18 @@ def pipelined(config, num, room):
         given = {"mesh": {"pp": 2}, **config, **own, "pipeline": pipeline}
         model, loss_fn = build(nn.Sequential, num), nn.functional.mse_loss
         engine = zeroshard.initialize(model, adamw, given, loss_fn=loss_fn).engine
-        pairs = ((batch(n, 4 * ROWS), batch(100 + n, 4 * ROWS)) for n in range(PLANNED + 2))
-        losses = [engine.train_batch(*pair).item() for pair in pairs]
+        pairs = [(batch(n, 4 * ROWS), batch(100 + n, 4 * ROWS)) for n in range(PLANNED + 3)]
+        losses = [engine.train_batch(*pair).item() for pair in pairs[1:]]
+        if budget := engine._runtime.budget:
+            planned, tree, budget.tree = budget.names, budget.tree, None
+            choose(engine, random.Random(dist.get_rank()))
+        losses.append(engine.train_batch(*pairs[0]).item())
         found.append((losses, [p.detach().clone() for p in engine.module.parameters()]))
-        budget = engine._runtime.budget
         engine.close(restore=False)
     (want, state), (losses, values) = found
     assert losses == want
     assert all(map(torch.equal, values, state))
-    return budget.names, budget.tree
+    return planned, tree
 
 
 IN_CHUNKS = {"schedule": "interleaved", "num_chunks": 3}

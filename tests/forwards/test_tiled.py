@@ -11,7 +11,7 @@ import zeroshard
 from tests.forwards.peak import Peak
 from tests.parallel.models import build, kind_of, tokens_of
 from tests.parallel.runs import compare, divided, plain
-from zeroshard.forwards.tiled import ROW_BYTES
+from zeroshard.config.sections import ROW_BYTES
 
 ROWS, WIDTH, CLASSES = 21, 8, 13
 REMEDY = r"zeroshard\.tiled_cross_entropy in "
@@ -221,7 +221,6 @@ def test_a_patched_head_and_logits_that_a_hook_or_the_model_changes_are_refused(
         ({"targets": torch.zeros(3, 7)}, "expected integers of shape"),
         ({"reduction": "none"}, "reduction: expected 'mean' or 'sum', got 'none'"),
         ({"label_smoothing": 2}, r"label_smoothing: expected a number in \[0, 1\], got 2"),
-        ({"tiles": 0}, "tiles: expected 'auto' or an integer >= 1, got 0"),
         ({"head": nn.Sequential()}, "head: expected an nn.Linear without an adapter, got Sequential"),
     ],
 )

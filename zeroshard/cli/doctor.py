@@ -41,9 +41,8 @@ _BINARY = ("bitsandbytes", "numba", "triton")
 
 def doctor(options: DoctorOptions) -> None:
     """Run `zeroshard doctor`."""
-    if options.disk is not None and not options.json:
-        raise ValueError("--disk needs --json")
-    print(json.dumps(asdict(measure_machine(options.disk)), indent=2) if options.json else page())
+    measures = options.json or options.disk is not None
+    print(json.dumps(asdict(measure_machine(options.disk)), indent=2) if measures else page())
 
 
 def page() -> str:

@@ -15,7 +15,6 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product, zip_longest
@@ -28,7 +27,7 @@ from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import Config, Mesh
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.memory.tiered import byte_rows
-from zeroshard.memory.typical import RECOMPUTED, has_plan, typical_sizes
+from zeroshard.memory.typical import RECOMPUTED, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
 from zeroshard.planning.timeline import TIERS, draw
@@ -96,7 +95,7 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
                 continue
             for each in _shares_on_device(config):
                 found = counted.on(options.ranks, each, optimizer_bits=bits)
-                if _has_room(found, base, options):
+                if _has_room(found, options):
                     break
             yield _Tried(each, bits, found)
 
@@ -110,13 +109,11 @@ def _shares_on_device(config: Config) -> Iterator[Config]:
     yield config
 
 
-def _has_room(found: Estimate, config: Config, options: EstimateOptions) -> bool:
-    """True if a rank, and its node, have the memory of an estimate of a config."""
+def _has_room(found: Estimate, options: EstimateOptions) -> bool:
+    """True if a rank, and its node, have the memory of an estimate."""
     per_node = min(options.ranks, _RANKS_PER_NODE)
     far = per_node * found.host <= SHARE * options.host and per_node * found.nvme <= options.nvme
-    budget = config.memory_budget or 0
-    room = min(SHARE * (options.memory or 0), budget if budget > 1 else math.inf)
-    return far and found.peak <= room
+    return far and found.peak <= SHARE * (options.memory or 0)
 
 
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
@@ -151,7 +148,7 @@ def estimate(options: EstimateOptions) -> None:
         raise ValueError(f"--length: expected a divisor of the {options.tokens} tokens, got {options.length}")
     length = options.length or options.tokens
     configs, bits = _configs(options), options.optimizer_bits or 32
-    link = _link_of(options.cluster, configs[0])
+    link = _link_of(options.cluster, configs[0]) if options.cluster else None
     counted = Counted(model, (options.tokens // max(1, length), length), link=link)
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
@@ -159,7 +156,6 @@ def estimate(options: EstimateOptions) -> None:
             f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
             for config in configs
         }
-        _refuse_budget(configs[0], min(found.peak for found in estimates.values()))
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
@@ -171,10 +167,8 @@ def estimate(options: EstimateOptions) -> None:
     print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
 
 
-def _link_of(cluster: str | None, config: Config) -> tuple[float, float] | None:
+def _link_of(cluster: str, config: Config) -> tuple[float, float] | None:
     """Return the rates of the link to the host and back, in bytes per operation; None without one."""
-    if cluster is None:
-        return None
     machine = read_cluster(cluster).machine
     rate = machine.flops.get(show(config.precision.param_dtype or dtype_of("float32")))
     if not (rate and machine.to_host and machine.from_host):
@@ -194,17 +188,6 @@ def _refuse_unused(options: EstimateOptions) -> None:
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
-
-
-def _refuse_budget(config: Config, least: int) -> None:
-    """Refuse a budget of memory that is less than the least peak of all stages."""
-    budget = config.memory_budget or 0
-    if has_plan(config) and least > budget:
-        raise ValueError(
-            f"memory_budget: expected at least {math.ceil(least / (1 << 20))}MiB, the least of all stages, "
-            f"got {format_bytes(budget)}: take a larger budget, fewer --tokens, more --ranks or "
-            "--optimizer-bits 8; --memory lists what fits, also with offload"
-        )
 
 
 def _model(options: EstimateOptions) -> nn.Module | int:
@@ -240,15 +223,9 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
     limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
     if options.host:
         limit += f" and of {format_bytes(options.host)} of a host"
-    if options.memory_budget:
-        limit += f" and a budget of {format_bytes(options.memory_budget)}"
     tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    fits = {
-        (one.estimate, *one.cost): one
-        for one in reversed(tried)
-        if _has_room(one.estimate, one.config, options)
-    }
+    fits = {(one.estimate, *one.cost): one for one in reversed(tried) if _has_room(one.estimate, options)}
     if not fits:
         nearest = min(tried, key=lambda one: one.estimate.peak)
         need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"

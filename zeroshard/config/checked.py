@@ -140,16 +140,10 @@ def parse_dtype(value: Any) -> "torch.dtype":
     return dtype
 
 
-def _memory(value: Any) -> Any:
-    """Bytes as an integer, or a share of the device as a float."""
+def _size(value: Any) -> Any:
     with suppress(ValueError):
-        if isinstance(value, str):
-            return parse_size(value) or REFUSED
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if is_number and 0 < value <= 1:
-        return float(value)
-    is_whole = is_number and 1 < value < math.inf and value == int(value)
-    return int(value) if is_whole else REFUSED
+        return parse_size(value) or REFUSED if isinstance(value, str) else REFUSED
+    return REFUSED
 
 
 def _device(value: Any) -> Any:
@@ -187,7 +181,8 @@ DTYPES_BY_NAME = ValueRule(
 DEVICE = ValueRule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 POSITIVE = number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
-MEMORY = ValueRule("a size such as '60GB', bytes, or a share of the device above 0 and up to 1", _memory)
+_BYTES = number("bytes, or a share of the device up to 1", lambda value: 0 < value < math.inf)
+MEMORY = either(ValueRule("a size such as '60GB'", _size), _BYTES)
 SECONDS = number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
 PATH = ValueRule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 TIER = choice("none", "cpu", "nvme")

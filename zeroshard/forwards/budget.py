@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
+from zeroshard.config.sections import Config
 from zeroshard.forwards import activations
 from zeroshard.forwards.activations import HostCopies, SavedActivations, kept_near, offloading, storages_of
 from zeroshard.forwards.keeping import (
@@ -61,12 +62,9 @@ PROBED, PLANNED = 2, 5
 """The steps that measure, and the step from which on the plan stays as it is."""
 SHARE = 0.9
 """The share of the device that is used if nobody says another one; the allocator needs some for itself."""
-_TIMED = (KEEP, RECOMPUTE)
-"""The choices whose seconds are measured; those of the others follow from these and the link."""
-_GAIN = 1e-3
-"""The share of the time that a plan of a chain must save: less is noise."""
-_LINK_BYTES = 1 << 26
-"""Bytes that are copied each way to measure the link."""
+_TIMED = (KEEP, RECOMPUTE)  # measured; seconds of other choices follow from these and the link
+_GAIN = 1e-3  # the share of the time that a plan of a chain must save: less is noise
+_LINK_BYTES = 1 << 26  # copied each way to measure the link
 
 
 class Budget:
@@ -76,11 +74,10 @@ class Budget:
         units: the root unit first; it keeps all.
         changes: the changes of their modules.
         context: the objects that their buffers share.
-        num_bytes: the bytes of the device that a rank may use.
-        moves: False leaves activations on the device.
+        config: the budget, and whether units are compiled.
         loop: the modules that the root calls one after the other, and nothing else; () if it does more.
-        in_flight: of a pipeline the micro-batches whose activations are there at a time, by the chunks of a
-            rank together; None without a pipeline.
+        in_flight: the micro-batches of a pipeline whose activations are there at a time, by the chunks of a
+            rank together; 1 without a pipeline.
 
     Raises:
         ValueError: there are no blocks, or a block has a unit inside.
@@ -91,73 +88,49 @@ class Budget:
         units: Sequence[Unit],
         changes: Changes,
         context: Context,
-        num_bytes: int,
-        *,
-        moves: bool,
+        config: Config,
         loop: Sequence[nn.Module],
-        in_flight: float | None,
+        in_flight: float,
     ) -> None:
-        self._context, self._state, self._device = context, context.state, context.device
-        self.num_bytes, self._in_flight = num_bytes, in_flight or 1.0
-        self._link: Link | None = None
+        self._tp, self._state, self._device = context.axes.tp, context.state, context.device
+        self._num_bytes, self._in_flight = budget_of(config.memory_budget, self._device), in_flight
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
-        if moves and streams.has_streams(self._device):
+        self._link = NO_LINK
+        if streams.has_streams(self._device) and not config.compile:
             self._moving = SavedActivations(HostCopies(context.memory, context.streams), warns=False)
+            self._link = measure_link(self._device, context.memory.host(_LINK_BYTES))
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
         activations of units. Set by the engine."""
-        by_module = {unit.module: unit for unit in units[1:] if unit.buffers}
-        modules = list(outermost(units[0].module, by_module))
+        self._root, by_module = units[0].module, {unit.module: unit for unit in units[1:] if unit.buffers}
+        self._modules = modules = list(outermost(self._root, by_module))
         inside = {part for module in modules for part in module.modules()} - {*modules}
-        if inside & by_module.keys() or not (modules or in_flight):  # a pipeline rank may have none
+        if inside & by_module.keys() or not (modules or config.mesh.pp > 1):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
             )
         alike = [(type(one), *((p.shape, p.requires_grad) for p in one.parameters())) for one in modules]
-        self._probed = set({key: number for number, key in enumerate(alike)}.values())
-        """The units that keep all at first, the last ones: inputs of the first ones may need no gradient."""
         self._kinds = [alike.index(key) for key in alike]
         """Of each unit the first one that takes the same: of its class, with parameters of its sizes."""
         self._watches = defaultdict[tuple[int, str, str], Stopwatch](partial(Stopwatch, self._device))
         """Of the forwards F and the backwards B of a kind of units that keep all, or recompute."""
-        self._profiles: dict[int, UnitProfile] = {}
-        """Of each kind: the bytes of the forward that has kept most, without those that several units were
-        given."""
         for number, module in enumerate(modules):
             own = [units[0], by_module[module]]
             changes.around(module, RECOMPUTE, partial(self._chosen, number, module, own))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice that holds now comes last."""
-        self._root = root = units[0].module
         self._is_chain = bool(modules) and list(loop) == modules and all(unit.is_resident for unit in units)
         """True if the units are the stages of a chain, which may be computed again in runs, and runs in runs:
         a Sequential whose parameters are not gathered, as a run would gather all of its units together."""
-        self._modules = modules
-        self.tree: Tree | None = None
-        """The plan of the chain, if that is what is run."""
-        self._room = 0
-        """The bytes that the last plan had for activations."""
-        if self._is_chain or self._device.type == "cpu":
-            changes.around(root, "budget", partial(self._rooted, units[0]))
-        self._of_root = 0
-        """On the CPU, where nobody counts a peak: the most bytes that the root and the loss need."""
-        self._largest = [-1] * len(modules)
-        """The most bytes of the tensors that each unit was given."""
-        self._seen = -1
+        changes.around(self._root, "budget", partial(self._rooted, units[0]))
+        self._largest = -1
+        """The most bytes of the tensors that the root was given."""
         self._given = set[int]()
         """The storages that units of this forward were given."""
-        self._watch = Stopwatch(self._device)
-        """Of forwards and backwards, from the begin of the one to the end of the other."""
         self._begun: Any = None
         """The begin of a forward whose backward has not begun."""
-        self._totals: list[tuple[list[str], float]] = []
-        """The choices of steps, and the seconds of forward and backward."""
-        self.seconds: dict[nn.Module, float] = {}
-        """The predicted seconds of forward and backward of each unit, and of the root by itself; empty while
-        units are measured."""
-        changes.hook(root.register_forward_pre_hook(self._begin))
         self._restart()
 
     @property
@@ -170,15 +143,28 @@ class Budget:
             stack[-1] = name
 
     def _restart(self) -> None:
-        """Measure from here on: at the begin, and when a unit is given more than ever."""
-        self._steps = 0
+        """Measure from here on: at the begin, and when the root is given more than ever."""
+        self._steps, self._seen = 0, -1
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
-        self.tree, self._totals, self._of_root = None, [], 0
-        self.seconds.clear()
+        self.tree: Tree | None = None
+        """The plan of the chain, if that is what is run."""
+        self._room = self._of_root = 0
+        """The bytes that the last plan had for activations; and, on the CPU, where nobody counts a peak, the
+        most bytes that the root and the loss need."""
+        self._profiles: dict[int, UnitProfile] = {}
+        """Of each kind: the bytes of the forward that has kept most, without those that several units were
+        given."""
+        self._watch, self._rests = Stopwatch(self._device), list[float]()
+        """Of forwards and backwards, from the begin of the one to the end of the other; and the seconds of
+        them that belong to no unit."""
+        self.seconds: dict[nn.Module, float] = {}
+        """The predicted seconds of forward and backward of each unit, and of the root by itself; empty while
+        units are measured."""
         self.take_peak()
-        self._name(KEEP if number in self._probed else RECOMPUTE for number in range(len(self._kinds)))
-        self._profiles.clear()
+        # The last one of a kind keeps all: inputs of the first ones may need no gradient.
+        kinds = enumerate(self._kinds, start=1)
+        self._name(RECOMPUTE if kind in self._kinds[after:] else KEEP for after, kind in kinds)
 
     def _chosen(
         self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
@@ -191,13 +177,12 @@ class Budget:
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if self.tree is not None or not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)  # a run of a chain is computed again as it was computed
-            given = _bytes_of((args, kwargs))
-            self._enter(number, given)
             name, kind = self._shown[number][-1], self._kinds[number]
-            if self._moving is not None and name in (KEEP, RECOMPUTE):
+            if self._moving is not None and name in _TIMED:
                 self._moving.begin_segment()  # the copies of the unit before begin
             if self._steps == PLANNED or name not in _TIMED:
                 return ways[name](*args, **kwargs)
+            given = _bytes_of((args, kwargs))
             saved, shared = dict(given), self._given & given.keys()
             self._given |= given.keys()
             is_probed = self.plan is None and name == KEEP
@@ -213,19 +198,11 @@ class Budget:
 
         return chosen
 
-    def _enter(self, number: int, given: Mapping[int, int]) -> None:
-        """Measure anew if a unit is given more than ever: storages with so many bytes."""
-        if (size := sum(given.values())) > self._largest[number]:
-            self._largest[number] = size
-            if self.plan is not None:
-                self._restart()
-
     def _rooted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
         def rooted(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)
-            if self._is_chain:
-                self._enter(0, _bytes_of(args))
+            self._begin(sum(_bytes_of((args, kwargs)).values()))
             if self.tree is not None:
                 return self._run(self.tree, *args)  # as Sequential is called
             if self.plan is not None or self._device.type != "cpu":
@@ -280,13 +257,14 @@ class Budget:
 
         if made:
             made[0].register_hook(begin)
-        if made and inputs:
+        if inputs:
             inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
 
-    def _begin(self, *_: object) -> None:
-        """Begin a forward."""
-        if not torch.is_grad_enabled() or is_in_backward():
-            return
+    def _begin(self, size: int) -> None:
+        """Begin a forward of the root, which was given so many bytes."""
+        if size > self._largest:
+            self._largest = size
+            self._restart()
         has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
         self._given.clear()
         if self._steps == PLANNED:
@@ -294,12 +272,10 @@ class Budget:
         if has_stepped:
             self._steps += 1
             totals, self._watch = self._watch.read(), Stopwatch(self._device)
-            if self._steps == 1:  # it compiles, loads kernels and maps memory
-                self._watches.clear()
-            elif self.tree is None:
-                self._totals += [(self.names, one) for one in totals]
             if self._steps >= PROBED:
-                self._plan()
+                self._plan(totals)
+            else:  # it compiles, loads kernels and maps memory
+                self._watches.clear()
         if self._in_flight == 1:  # else other forwards come before the backward
             self._begun = self._watch.point()
 
@@ -313,29 +289,25 @@ class Budget:
         profile = self._profiles.get(kind, UnitProfile(kept=None))
         return replace(profile, forward=forward, backward=backward, again=max(more, forward / 2))
 
-    def _plan(self) -> None:
-        is_first = self._steps == PROBED
-        if self._moving is not None and is_first:
-            self._link = measure_link(self._device, self._context.memory.host(_LINK_BYTES))
-        measured = list(map(self._measured, self._kinds))
-        found = measured, self._link, self.take_peak() + self._of_root, self._largest[:1]
-        everyone = self._context.axes.tp.all_gather_object(found, "costs of units for a memory budget")
-        measured, link, others, largest = everyone[0]
-        units, link = [one.options(link) for one in measured], link or NO_LINK
-
-        def taken(names: Sequence[str]) -> KeepingPlan:
-            both = zip(units, names, strict=True)
-            options = [next((one for one in unit if one.name == name), unit[0]) for unit, name in both]
-            return simulate(options, self.num_bytes, link)
-
+    def _plan(self, totals: Iterable[float]) -> None:
+        """Choose anew, after a step whose forwards and backwards took so many seconds each."""
+        found = list(map(self._measured, self._kinds)), self._link, self.take_peak() + self._of_root
+        everyone = self._tp.all_gather_object(found, "costs of units for a memory budget")
+        measured, link, others = everyone[0]
+        units = [one.options(link) for one in measured]
+        both = zip(units, self.names, strict=True)
+        taken = [next((one for one in unit if one.name == name), unit[0]) for unit, name in both]
+        now = simulate(taken, self._num_bytes, link)
+        if self.tree is None:
+            self._rests += [total - now.seconds for total in totals]
         if self._device.type != "cpu":
-            others -= round(self._in_flight * (taken(self.names).peak if self.tree is None else self._room))
-        self._room = room = int((self.num_bytes - others) / self._in_flight)
+            others -= round(self._in_flight * (now.peak if self.tree is None else self._room))
+        self._room = room = int((self._num_bytes - others) / self._in_flight)
         self.plan, self.tree = choose_keeping(units, room, link), None
         self._name(option.name for option in self.plan.options)
         times, tree = self.plan.times, None
-        if self._is_chain and all(one.kept is not None for one in measured):
-            tree = plan_chain([replace(one, forward=one.again) for one in measured], largest[0], room)
+        if self._is_chain:
+            tree = plan_chain([replace(one, forward=one.again) for one in measured], self._largest, room)
         if tree is not None:
             depths = dict(_depths(tree))
             nested = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
@@ -343,17 +315,13 @@ class Budget:
             if self.plan.peak > room or sum(nested) < self.plan.seconds * (1 - _GAIN):
                 self.tree, times = tree, nested
                 self._name(RECOMPUTE if depths[number] else KEEP for number in range(len(measured)))
-        if self.tree is None and self.plan.peak > room and is_first:
-            peak = self._in_flight * self.plan.peak
-            budget, rest, own = map(format_bytes, (self.num_bytes, others, peak))
+        if self.tree is None and self.plan.peak > room and self._steps == PROBED:
             warn_user(
-                f"memory_budget: {budget} are not enough for this batch: all else takes {rest}, and "
-                f"activations {own} even where units recompute. Take fewer samples, or "
-                "offload.optimizer='cpu'"
+                f"memory_budget: {format_bytes(self._num_bytes)} are not enough for this batch: all else "
+                f"takes {format_bytes(others)}. Take fewer samples, or offload.optimizer='cpu'"
             )
-        rests = [total - taken(names).seconds for names, total in self._totals]
         self.seconds = dict(zip(self._modules, times, strict=True))
-        self.seconds[self._root] = max(0.0, median(rests or [0.0]))
+        self.seconds[self._root] = max(0.0, median(self._rests or [0.0]))
 
 
 def _depths(tree: Tree, depth: int = 0) -> Iterator[tuple[int, int]]:
@@ -404,11 +372,9 @@ def budget_of(given: float | None, device: torch.device) -> int:
         ValueError: a share of the memory of the CPU, which others use, too.
     """
     share = SHARE if given is None else given
-    if share > 1:
-        return int(share)
-    if device.type == "cpu":
+    if share <= 1 and device.type == "cpu":
         raise ValueError("memory_budget: expected bytes on the CPU, such as '8GB', got a share")
-    return int(share * torch.accelerator.get_memory_info(device)[1])
+    return int(share if share > 1 else share * torch.accelerator.get_memory_info(device)[1])
 
 
 def _bytes_of(values: Any) -> dict[int, int]:

@@ -70,22 +70,25 @@ KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT = "keep", "recompute", "offload", "offlo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A way in which a unit may keep what its backward needs. Of equal ones the first is taken."""
+    """A way in which a unit may keep what its backward needs. Of equal ones the first is taken.
+
+    - held: bytes on the device from the forward to the backward.
+    - moved: bytes that go to the host after the forward, and are back before the backward.
+    - working: the most bytes while the forward or backward of the unit runs, at least held + moved. The bytes
+      that it saves count, those of units before it do not.
+    - forward: seconds of the forward; with sharded parameters those of the gather, if these are more.
+    - backward: seconds of the backward where the unit keeps all.
+    - again: seconds that it adds to the backward: a second forward, with its gather if there is one, and
+      waits.
+    """
 
     name: str
     held: int = 0
-    """Bytes on the device from the forward to the backward."""
     moved: int = 0
-    """Bytes that go to the host after the forward, and are back before the backward."""
     working: int
-    """The most bytes while the forward or backward of the unit runs, at least held + moved. The bytes that it
-    saves count, those of units before it do not."""
     forward: float
-    """Seconds of the forward; with sharded parameters those of the gather, if these are more."""
     backward: float
-    """Seconds of the backward where the unit keeps all."""
     again: float = 0.0
-    """Seconds that it adds to the backward: a second forward, with its gather if there is one, and waits."""
 
     @property
     def seconds(self) -> float:
@@ -121,8 +124,8 @@ class Link:
         return stays, np.minimum(stays, min(self.to_host * option.forward, back))
 
 
-NO_LINK = Link(to_host=1.0, from_host=1.0)
-"""The link where nothing moves."""
+NO_LINK = Link(to_host=1e-9, from_host=1e-9)
+"""Where no activations go to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,33 +133,33 @@ class UnitProfile:
     """What a unit takes, measured or counted where it keeps all: of a stage of a chain the first four.
 
     The loss is the last stage of a chain; its output may count as 0 bytes.
+
+    - forward, backward: seconds.
+    - output: bytes of its output; its gradient has as many.
+    - saved: bytes that its backward needs besides its inputs; the output counts.
+    - kept: bytes that its backward needs, inputs included; None: not known, so that it recomputes.
+    - inputs: bytes of its inputs among them.
+    - moved: the bytes of `kept` that may go to the host.
+    - working: the most bytes while it runs, if these are more than `kept`.
+    - again: seconds that a recomputation adds.
     """
 
     forward: float = 0.0
-    """Seconds of its forward."""
     backward: float = 0.0
-    """Seconds of its backward."""
     output: int = 0
-    """Bytes of its output; its gradient has as many."""
     saved: int = 0
-    """Bytes that its backward needs besides its inputs; the output counts."""
     kept: int | None = 0
-    """Bytes that its backward needs, inputs included; None: not known, so that it recomputes."""
     inputs: int = 0
-    """Bytes of its inputs among them."""
     moved: int = 0
-    """The bytes of `kept` that may go to the host."""
     working: int = 0
-    """The most bytes while it runs, if these are more than `kept`."""
     again: float = 0.0
-    """Seconds that a recomputation adds."""
 
-    def options(self, link: Link | None) -> Sequence[Option]:
+    def options(self, link: Link) -> Sequence[Option]:
         """Return the ways of a unit: it keeps, recomputes, or sends to the host.
 
         Args:
-            link: the link to the host, if activations may go there. Compute waits for the copies of a unit
-                beside the next one, so what a forward or backward leaves of their time is lost.
+            link: the link to the host. Compute waits for the copies of a unit beside the next one, so what a
+                forward or backward leaves of their time is lost.
         """
         kept, forward, backward = self.kept or 0, self.forward, self.backward
         working = max(self.working, kept)
@@ -164,30 +167,33 @@ class UnitProfile:
         again = replace(keep, name=RECOMPUTE, held=self.inputs, again=self.again)
         if self.kept is None:
             return [again]
-        found = [keep, again]
+        if link == NO_LINK:
+            return [keep, again]
+        far = list[Option]()
         for base, name, num in ((keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)):
-            if link is not None:
-                longer = forward + max(0.0, num / link.to_host - forward)
-                more = base.again + max(0.0, num / link.from_host - backward)
-                moved = replace(base, name=name, held=base.held - num, moved=num)
-                found.append(replace(moved, forward=longer, again=more))
-        return found
+            longer = forward + max(0.0, num / link.to_host - forward)
+            more = base.again + max(0.0, num / link.from_host - backward)
+            moved = replace(base, name=name, held=base.held - num, moved=num)
+            far.append(replace(moved, forward=longer, again=more))
+        return [keep, again, *far]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingPlan:
-    """The options of all units, in the order of the forward, and the step that follows from them."""
+    """The options of all units, in the order of the forward, and the step that follows from them.
+
+    - times: seconds of the forward and backward of each unit, with its waits.
+    - peak: the most bytes at once.
+    - before: for each unit, bytes for which compute waits. They leave before its forward and come back after
+      its backward.
+    - beside: for each unit, bytes that leave beside its forward and come back beside its backward.
+    """
 
     options: Sequence[Option]
     times: Sequence[float]
-    """Seconds of the forward and backward of each unit, with its waits."""
     peak: int
-    """The most bytes at once."""
     before: Sequence[float]
-    """For each unit: bytes for which compute waits. They leave before its forward and come back after its
-    backward."""
     beside: Sequence[float]
-    """For each unit: bytes that leave beside its forward and come back beside its backward."""
 
     @property
     def seconds(self) -> float:

@@ -19,22 +19,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.config.sections import ROW_BYTES as ROW_BYTES
 from zeroshard.config.sections import TILE_BYTES
 from zeroshard.plan.layout import Span
 
 
 class Row(NamedTuple):
-    """Numbers of each row for the gradient of its loss, [n]."""
+    """Numbers of each row for the gradient of its loss, [n].
+
+    - log_total: log(sum(exp(logits))) over all classes.
+    - place: the column of the target; 0 if this rank does not have it.
+    - is_own: True if this rank has the target, and the row counts.
+    - counts: True if the row counts.
+    """
 
     log_total: Tensor
-    """log(sum(exp(logits))) over all classes."""
     place: Tensor
-    """The column of the target; 0 if this rank does not have it."""
     is_own: Tensor
-    """True if this rank has the target, and the row counts."""
     counts: Tensor
-    """True if the row counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,16 @@ class RowLoss:
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision", section 7, for
     smoothing; Chowdhery et al. 2022, "PaLM", section 5, for the square of l.
+
+    - own, num: the classes of this rank, and the number of those of all ranks.
+    - gather: [1, k, n] of this rank -> [ranks, k, n].
     """
 
     own: Span
-    """The classes of this rank."""
     num: int
-    """The classes of all ranks."""
     smoothing: float = 0.0
     z_loss: float = 0.0
     gather: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
-    """[1, k, n] of this rank -> [ranks, k, n]."""
 
     def losses(self, logits: Tensor, targets: Tensor, counts: Tensor) -> tuple[Tensor, Row]:
         """Return the losses, 0 for rows that do not count, and what `gradient` needs.

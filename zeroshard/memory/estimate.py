@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.forwards.keeping import Interval, Link
+from zeroshard.forwards.keeping import NO_LINK, Interval, Link
 from zeroshard.memory import tiered
 from zeroshard.memory.tiered import STATES, ModelStates, States, byte_rows
 from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, TypicalModel, has_plan, typical_sizes
@@ -138,7 +138,7 @@ class Counted:
         tp_plan: Plan | None = None,
         link: tuple[float, float] | None = None,
     ) -> None:
-        self._link = None if link is None else Link(to_host=link[0], from_host=link[1])
+        self._link = NO_LINK if link is None else Link(to_host=link[0], from_host=link[1])
         shape = num_tokens if isinstance(num_tokens, tuple) else (1, num_tokens)
         if any(type(num) is not int or num < 0 for num in shape):
             raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
@@ -178,11 +178,8 @@ class Counted:
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        usage, states = (
-            self._model.usage(config, setting)._replace(link=self._link),
-            States(bits=optimizer_bits),
-        )
-        ranks = self._model.planned(config, setting)
+        usage, states = self._model.usage(config, setting), States(bits=optimizer_bits)
+        usage, ranks = usage._replace(link=self._link), self._model.planned(config, setting)
         return max(
             (estimate_of_rank(own, setting, config, states, usage) for own in ranks), key=lambda one: one.peak
         )

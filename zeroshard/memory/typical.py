@@ -58,8 +58,8 @@ class DryRun(NamedTuple):
     """The units whose forward may run again, and the root, with operations in the place of seconds."""
     others: int = 0
     """Bytes that are there besides."""
-    link: Link | None = None
-    """The link to the host, in bytes per operation, if activations may go there."""
+    link: Link = NO_LINK
+    """The link to the host, in bytes per operation."""
 
     def within(self, budget: float | None) -> tuple[int, float, tuple[Interval, ...]]:
         """Return the most bytes of a plan for a budget, the share of time that it adds, and its time line.
@@ -70,10 +70,10 @@ class DryRun(NamedTuple):
         keep = sum(unit.forward + unit.backward for unit in self.units)
         if budget is None:
             return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1), ()
-        units, link = [unit.options(self.link) for unit in self.units], self.link or NO_LINK
-        plan = choose_keeping(units, int(budget) - self.others, link)
+        units = [unit.options(self.link) for unit in self.units]
+        plan = choose_keeping(units, int(budget) - self.others, self.link)
         longer = plan.seconds / max(keep, 1) - 1
-        return plan.peak + self.others, longer, tuple(time_line(plan, link))
+        return plan.peak + self.others, longer, tuple(time_line(plan, self.link))
 
 
 def has_plan(config: Config) -> bool:

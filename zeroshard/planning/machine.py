@@ -28,24 +28,27 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates with nothing else under way; the best of some rounds."""
+    """Rates with nothing else under way; the best of some rounds.
+
+    - device: the name of the accelerator, or "cpu".
+    - device_bytes: memory of a device; on the CPU, of this process.
+    - host_bytes: host memory that this process can allocate.
+    - flops: operations per second of products of matrices, by dtype.
+    - bandwidth: bytes per second that the device reads or writes in its memory.
+    - to_host, from_host: bytes per second between the device and pinned host memory; None on the CPU.
+    - disk_write, disk_read: bytes per second to a new file, until it is on the disk, and back; None if no
+      folder was named.
+    """
 
     device: str
-    """The name of the accelerator, or "cpu"."""
     num_devices: int
     device_bytes: int
-    """Memory of a device; on the CPU, of this process."""
     host_bytes: int
-    """Host memory that this process can allocate."""
     flops: dict[str, float]
-    """Operations per second of products of matrices, by dtype."""
     bandwidth: float
-    """Bytes per second that the device reads or writes in its memory."""
     to_host: float | None = None
-    """Bytes per second from the device to pinned host memory; None on the CPU."""
     from_host: float | None = None
     disk_write: float | None = None
-    """Bytes per second to a new file, until it is on the disk; None if no folder was named."""
     disk_read: float | None = None
 
 
@@ -83,11 +86,7 @@ def measure_machine(folder: Path | None = None) -> Machine:
         product = functools.partial(torch.mm, matrix, matrix)
         flops[str(dtype).removeprefix("torch.")] = rate(2 * width**3, product)
     near, other = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    links: dict[str, float] = {}
-    if has_streams:
-        far = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        links = asdict(measure_link(device, far))
-    free = host_bytes_free()
+    far, free = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda"), host_bytes_free()
     return Machine(
         device=torch.get_device_module(device).get_device_name(device) if has_streams else "cpu",
         num_devices=torch.accelerator.device_count() if has_streams else 1,
@@ -95,7 +94,7 @@ def measure_machine(folder: Path | None = None) -> Machine:
         host_bytes=free,
         flops=flops,
         bandwidth=rate(2 * _BYTES, lambda: other.copy_(near)),
-        **links,
+        **(asdict(measure_link(device, far)) if has_streams else {}),
         **({} if folder is None else _disk_rates(folder, Stopwatch(torch.device("cpu")))),
     )
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.config.sections import Config
-from zeroshard.forwards.tiled import ROW_BYTES, Row, RowLoss, TiledLoss, rows_of_tile
+from zeroshard.config.sections import ROW_BYTES, Config
+from zeroshard.forwards.tiled import Row, RowLoss, TiledLoss, rows_of_tile
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, copied, move
 from zeroshard.parallel.tensor.styles import Divided, Split
@@ -200,14 +200,11 @@ def tiled_cross_entropy(
         0-dim, at least float32; not a number if a target is no class.
 
     Raises:
-        ValueError: targets of another shape, or that are no integers; another head, reduction, smoothing or
-            number of tiles.
+        ValueError: targets of another shape, or that are no integers; another head, reduction or smoothing.
     """
     _check(hidden, targets, label_smoothing, reduction, "mean", "sum")
     if type(head) is not nn.Linear:
         raise ValueError(f"head: expected an nn.Linear without an adapter, got {type(head).__name__}")
-    if tiles != "auto" and (type(tiles) is not int or tiles < 1):
-        raise ValueError(f"tiles: expected 'auto' or an integer >= 1, got {tiles!r}")
     classes: Classes | None = vars(head).get(_CLASSES)
     if classes is None:
         loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
