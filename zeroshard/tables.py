@@ -45,15 +45,16 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
     Args:
         title: the line above the table; "" for none.
         columns: the names of the columns.
-        rows: a cell for each column; or LINE.
+        rows: a cell for each column, the first one perhaps of several lines; or LINE.
     """
     cells = [columns, LINE, *rows]
-    widths = [max(len(row[index]) for row in cells if row) for index in range(len(columns))]
+    widths = [max(map(len, "\n".join(own).split("\n"))) for own in zip(*filter(None, cells), strict=True)]
     lines = [title] if title else []
     for row in cells:
         if row:
-            _, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("   ".join((f" {row[0]:<{widths[0]}}", *others)).rstrip())
+            first, *more = row[0].split("\n")
+            line = "   ".join((f" {first:<{widths[0]}}", *map(str.rjust, row[1:], widths[1:])))
+            lines += [line.rstrip(), *(f" {line}" for line in more)]
         else:
             lines.append(" " + "─" * (sum(widths) + 3 * (len(widths) - 1)))
     return "\n".join(lines)

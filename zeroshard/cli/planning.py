@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product, zip_longest
-from textwrap import fill, wrap
+from itertools import product
+from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroshard.cli.options import EstimateOptions, MeshOptions
@@ -228,18 +228,16 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
     fits = {(one.estimate, *one.cost): one for one in reversed(tried) if _has_room(one.estimate, options)}
     if not fits:
         nearest = min(tried, key=lambda one: one.estimate.peak)
-        need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"
-        return f"{_number(options.ranks)}: no setting fits into {limit}; the least is {need}"
+        return (
+            f"{_number(options.ranks)}: no setting fits into {limit}; the least is "
+            f"{format_bytes(nearest.estimate.peak)} with {nearest}"
+        )
     best = list(reversed(fits.values()))[:_MOST_FITS]
     names, *cells = zip(*byte_rows([one.estimate for one in best], _FIGURES), strict=True)
     room = _LINE - 13 * len(names)  # three spaces and 1000.00 GiB
-    rows = [
-        (line, *own)
-        for one, figures in zip(best, cells, strict=True)
-        for line, own in zip_longest(wrap(str(one), room), [figures], fillvalue=[""] * len(names))
-    ]
-    title = f"{_number(options.ranks)}: settings within {limit}, best first"
-    table = render(fill(title, _LINE), ("setting", *names), rows)
+    rows = [(fill(str(one), room), *figures) for one, figures in zip(best, cells, strict=True)]
+    title = fill(f"{_number(options.ranks)}: settings within {limit}, best first", _LINE)
+    table = render(title, ("setting", *names), rows)
     more = len(fits) - len(best)
     return f"{table}\n and {more} more" if more else table
 
@@ -272,9 +270,8 @@ def _about_training(config: Config, options: EstimateOptions) -> str:
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
-    states = f"Adam's states in {options.optimizer_bits or 32} bits"
-    about = f"computed in {computed}, main parameters in {main}, {states}{divided}{tokens}"
-    return fill(about, _LINE)
+    about = f"computed in {computed}, main parameters in {main}, Adam's states in "
+    return fill(f"{about}{options.optimizer_bits or 32} bits{divided}{tokens}", _LINE)
 
 
 # -------------------------------------------------------------------------------------- places of ranks

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from heapq import merge
 from itertools import product
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,10 +203,11 @@ def table(predictor: Predictor, found: SearchResult) -> str:
     how = "measured rates" if cluster.is_measured else "predicted, not measured"
     rows = [
         (
-            str(one.choice),
+            fill(str(one.choice), 29),  # the other columns take the rest of a line of 79
             f"{one.seconds:.4g} s",
             f"{predictor.samples / one.seconds:,.1f}",
-            *map(format_bytes, (one.estimate.peak, one.estimate.host)),
+            format_bytes(one.estimate.peak),
+            format_bytes(one.estimate.host),
         )
         for one in found.best
     ]
