@@ -45,10 +45,6 @@ class Net(nn.Module):
 build = partial(seeded, Net)
 
 
-def train(engine, *steps):
-    take_steps(engine, steps, lambda model, number: model(numbers(number, 6, 7)).square().mean())
-
-
 class Reference:
     """torch's own average, of the model that `full_state_dict` tells after each step; on rank 0."""
 
@@ -86,7 +82,7 @@ def averages_of(stages, **config):
         ema, reference = zeroshard.EMA(engine, DECAY), Reference(engine)
         found += compare(engine, ema, reference, f"stage {stage} before the first step")
         for number in range(3):
-            train(engine, number)
+            take_steps(engine, [number])
             reference.update()
         found += compare(engine, ema, reference, f"stage {stage}")
         assert ema.num_updates == engine.global_step == 3
@@ -106,7 +102,7 @@ def test_averages_of_bfloat16_parameters_are_float32_and_are_shown_rounded():
         engine, _ = start(build(), stage=3, precision=precision)
         ema, reference = zeroshard.EMA(engine, DECAY), Reference(engine)
         for number in range(3):
-            train(engine, number)
+            take_steps(engine, [number])
             reference.update()
         kept = {p.fqn: values.clone() for p, values in engine._parts.averages["ema"].parameters.items()}
         assert {values.dtype for values in kept.values()} == {torch.float32}
@@ -130,7 +126,7 @@ def test_all_that_reads_parameters_sees_the_averages():
     engine, _ = start(build(), stage=3)
     ema, twin = zeroshard.EMA(engine, DECAY), build()
     for number in range(3):
-        train(engine, number)
+        take_steps(engine, [number])
     engine.eval()
     inputs = numbers(9, 4, 7)
     before = engine(inputs)
@@ -151,7 +147,7 @@ def test_all_that_reads_parameters_sees_the_averages():
         assert gradient.abs().sum() > 0
     found += unequal("after", {"out": engine(inputs)}, {"out": before})
     engine.train()
-    train(engine, 4)  # goes on
+    take_steps(engine, [4])  # goes on
     assert ema.num_updates == 4
     return found
 
@@ -181,7 +177,7 @@ def test_training_and_edits_inside_are_refused_and_change_nothing():
     engine, optimizer = start(build(), stage=3)
     ema, other = zeroshard.EMA(engine, DECAY), zeroshard.EMA(engine, 0.5, name="fast")
     for number in range(2):
-        train(engine, number)
+        take_steps(engine, [number])
     before, buffers = engine.full_state_dict(), [b.clone() for b in engine.buffers()]
     calls = calls_inside(engine, optimizer, other)
     for what, call in calls.items():
@@ -195,7 +191,7 @@ def test_training_and_edits_inside_are_refused_and_change_nothing():
             found.append(f"{what}: not refused")
     found += unequal("stage 3", engine.full_state_dict(), before)
     found += [i for i, (a, b) in enumerate(zip(engine.buffers(), buffers, strict=True)) if (a != b).any()]
-    train(engine, 2)
+    take_steps(engine, [2])
     assert ema.num_updates == other.num_updates == 3
     return found
 
@@ -211,7 +207,7 @@ def test_trained_values_are_back_after_an_exception():
     model = build()
     engine, _ = start(model, stage=3)
     ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
-    train(engine, 0, 1)
+    take_steps(engine, (0, 1))
     before = engine.full_state_dict()
     with pytest.raises(LookupError), ema.applied():
         raise LookupError
@@ -223,7 +219,7 @@ def test_trained_values_are_back_after_an_exception():
         handle.remove()
         found += unequal(str(mode), engine.full_state_dict(), before)
     assert engine.config == plain
-    train(engine, 2)
+    take_steps(engine, [2])
     assert ema.num_updates == 3
     return found
 
@@ -234,7 +230,7 @@ def test_the_steps_that_the_engine_counts_update_an_average():
     engine, optimizer = start(build(), stage=3, gradient_accumulation_steps=2, nonfinite="skip")
     ema, counts = zeroshard.EMA(engine, DECAY), []
     for number in range(4):
-        train(engine, number)
+        take_steps(engine, [number])
         counts.append(ema.num_updates)
     for _ in range(2):
         engine.backward(engine(numbers(4, 6, 7)).square().mean() * float("inf"))
@@ -276,7 +272,7 @@ def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path):
         engine, _ = start(build(), stage=3, offload=offload)
         ema = zeroshard.EMA(engine, DECAY)
     for number in range(2):
-        train(engine, number)
+        take_steps(engine, [number])
     engine.save_checkpoint(tmp_path / "saved")
     with ema.applied():
         shown = engine.full_state_dict()
@@ -296,7 +292,7 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     engine, _ = start(build(), stage=3, offload=offload)
     engine.save_checkpoint(tmp_path / "saved")
     ema = zeroshard.EMA(engine, DECAY)
-    train(engine, 0)
+    take_steps(engine, [0])
     engine.full_state_dict()  # ends the step
 
     def fail(file, values, offset):

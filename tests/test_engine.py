@@ -4,6 +4,7 @@ import copy
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.distributed.models import Tiny, tiny
-from tests.distributed.training import SOME_STAGES, numbers, square_loss, start
+from tests.distributed.training import SOME_STAGES, different, numbers, seeded, square_loss, start, take_steps
 from tests.ranks import on_ranks
 
 
@@ -42,20 +43,13 @@ class Net(nn.Module):
         return self.optimizer(self.config(x)) * self.lr_scheduler
 
 
-def net():
-    torch.manual_seed(0)
-    return Net()
+net = partial(seeded, Net)
 
 
 def full(engine):
     """The whole model's parameters in the main dtype, on every rank."""
     with engine.unsharded():
         return {name: p.detach().clone() for name, p in engine.named_parameters()}
-
-
-def unequal(got, want):
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    return [name for name in want if not torch.equal(got[name], want[name])]
 
 
 # ------------------------------------------------------------------------------------------- as a module
@@ -106,8 +100,7 @@ def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(stage)
 @on_ranks(2)
 def test_a_full_state_dict_can_be_loaded_at_every_stage():
     for stage in SOME_STAGES:
-        torch.manual_seed(5)
-        other = Net()
+        other = seeded(Net, seed=5)
         other.config.running_mean.normal_()
         state = copy.deepcopy(other.state_dict())
         engine, optimizer = start(net(), "SGD", stage=stage)
@@ -115,8 +108,8 @@ def test_a_full_state_dict_can_be_loaded_at_every_stage():
         optimizer.step()
         result = engine.load_state_dict(state)
         assert [*result.missing_keys, *result.unexpected_keys] == []
-        assert unequal(full(engine), dict(other.named_parameters())) == []
-        assert unequal(dict(engine.named_buffers()), dict(other.named_buffers())) == []
+        assert different(full(engine), dict(other.named_parameters())) == []
+        assert different(dict(engine.named_buffers()), dict(other.named_buffers())) == []
         engine.eval()
         other.eval()
         with torch.no_grad():
@@ -126,7 +119,7 @@ def test_a_full_state_dict_can_be_loaded_at_every_stage():
         del incomplete["loss_fn.weight"]
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "loss_fn.weight"'):
             engine.load_state_dict(incomplete)
-        assert unequal(full(engine), dict(other.named_parameters())) == []
+        assert different(full(engine), dict(other.named_parameters())) == []
         engine.load_state_dict(incomplete, strict=False)
         after = full(engine)
         assert torch.equal(after.pop("loss_fn.weight"), other.loss_fn.weight)
@@ -149,7 +142,7 @@ def test_step_acts_at_the_boundary_alone_and_says_whether_parameters_changed():
         is_boundary = number % 3 == 2
         assert engine.step() == is_boundary
         before, last = full(engine), before
-        assert bool(unequal(before, last)) == is_boundary
+        assert bool(different(before, last)) == is_boundary
         assert any(p.grad is not None for p in engine.parameters()) == (not is_boundary)
         assert engine.global_step == (number + 1) // 3
         assert optimizer.param_groups[0]["lr"] == 8.0 * 0.5**engine.global_step
@@ -182,7 +175,7 @@ def test_several_batches_are_one_step_each():
     assert losses.shape == (3,)
     assert losses.tolist() == [alone.train_batch(*batch).item() for batch in batches]
     assert together.global_step == alone.global_step == 3
-    assert unequal(full(together), full(alone)) == []
+    assert different(full(together), full(alone)) == []
 
 
 @dataclass
@@ -240,8 +233,7 @@ def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_
     x, y, shift = numbers(0, 4, 7), numbers(1, 4, 3), numbers(2, 4, 3)
 
     def engine_of(kind="dict", loss_fn=None):
-        torch.manual_seed(0)
-        model = WithLoss()
+        model = seeded(WithLoss)
         model.kind = kind
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"gradient_accumulation_steps": 2}
@@ -278,7 +270,7 @@ def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_
         (engine_of("object"), (x, 0.5, y), None, plain),
     ):
         engine.train_batch(inputs, targets)
-        assert unequal(full(engine), want) == []
+        assert different(full(engine), want) == []
 
 
 @on_ranks(2)
@@ -299,11 +291,10 @@ def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_noth
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             one.train_batch(inputs, targets)
-    assert unequal(full(engine), before) == []
+    assert different(full(engine), before) == []
     assert engine.global_step == silent.global_step == 0
     assert all(p.grad is None for p in engine.parameters())
-    engine.backward(square_loss(engine, 0))
-    engine.step()
+    take_steps(engine, [0])
     with pytest.raises(RuntimeError, match=r"^train_batch\(\) after 1 micro-batches of an unfinished step: "):
         engine.train_batch(x[:6], y[:6])
     engine.zero_grad()
@@ -323,13 +314,13 @@ def test_unsharded_shows_full_parameters_and_edits_are_dropped(stage):
     slices = {name: id(p) for name, p in engine.named_parameters()}
     with engine.unsharded():
         shown = dict(engine.named_parameters())
-        assert unequal(shown, dict(plain.named_parameters())) == []
+        assert different(shown, dict(plain.named_parameters())) == []
         assert engine.module.second.weight is engine.module.module.weight
         with torch.no_grad():
             for p in shown.values():
                 p.zero_()  # not written back
     assert {name: id(p) for name, p in engine.named_parameters()} == slices
-    assert unequal(full(engine), dict(plain.named_parameters())) == []
+    assert different(full(engine), dict(plain.named_parameters())) == []
     block, other = engine.module.blocks
     with engine.unsharded(block):
         dims = {name: p.ndim for name, p in engine.named_parameters() if name.endswith("weight")}
@@ -378,7 +369,7 @@ def test_written_back_edits_reach_the_shards_the_forward_and_the_next_step(stage
         EDITS[name](engine.module)
     with torch.no_grad():
         in_place(plain)
-    assert unequal(full(engine), dict(plain.named_parameters())) == []
+    assert different(full(engine), dict(plain.named_parameters())) == []
     assert {name: id(p) for name, p in engine.named_parameters()} == slices
     engine.eval()
     plain.eval()
@@ -393,7 +384,7 @@ def test_written_back_edits_reach_the_shards_the_forward_and_the_next_step(stage
     for net_, made in ((engine, optimizer), (plain, reference)):
         net_(x).square().mean().backward()
         made.step()
-    assert unequal(full(engine), dict(plain.named_parameters())) == []
+    assert different(full(engine), dict(plain.named_parameters())) == []
 
 
 @on_ranks(2)
@@ -418,13 +409,13 @@ def test_edits_that_differ_between_ranks_are_refused_and_none_is_written():
         with torch.no_grad(), engine.unsharded(engine.module.blocks[1], write_back=True):
             engine.module.blocks[1][0].weight[3:5] = 7.0
         after = full(engine)
-        assert unequal(after, before) == ["blocks.1.0.weight"]
+        assert different(after, before) == ["blocks.1.0.weight"]
         assert (after["blocks.1.0.weight"] == 7.0).all(1).nonzero().flatten().tolist() == [3, 4]
         for edit in edits:
             text = r"^unsharded\(write_back=True\): the ranks made different edits to .*Nothing was written$"
             with pytest.raises(RuntimeError, match=text), torch.no_grad(), engine.unsharded(write_back=True):
                 edit(engine.module)
-            assert unequal(full(engine), after) == []
+            assert different(full(engine), after) == []
         square_loss(engine, 0).backward()
         optimizer.step()
 
@@ -462,12 +453,12 @@ def test_an_exception_inside_unsharded_passes_and_everything_is_as_before():
             with pytest.raises(LookupError, match="not today"):
                 edit_and_fail(write_back)
             assert {name: id(p) for name, p in engine.named_parameters()} == slices
-            assert unequal(full(engine), plain) == []
+            assert different(full(engine), plain) == []
         text = r"^unsharded\(write_back=True\) inside unsharded\(\) of the same parameters"
         with engine.unsharded(engine.module.inner), pytest.raises(RuntimeError, match=text):
             engine.unsharded(write_back=True).__enter__()
         assert engine.module.inner.weight.ndim == 1
-        assert unequal(full(engine), plain) == []
+        assert different(full(engine), plain) == []
 
         def show_in_forward(module, args, engine=engine):
             with engine.unsharded():
@@ -505,8 +496,7 @@ class Extra(Net):
 )
 @on_ranks(2)
 def test_full_state_dict_has_the_models_own_keys_and_values_on_rank_0(stage, dtype, param_dtype):
-    torch.manual_seed(0)
-    model = Extra().to(dtype)
+    model = seeded(Extra).to(dtype)
     plain = copy.deepcopy(model)
     config = {"stage": stage, "precision": {"param_dtype": param_dtype}}
     engine = zeroshard.initialize(model, torch.optim.SGD, config).engine

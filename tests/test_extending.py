@@ -34,7 +34,7 @@ def loss_of(model: Any) -> Tensor:
     return loss
 
 
-def start(config: dict[str, Any]) -> Any:
+def engine_of(config: dict[str, Any]) -> Any:
     return zeroshard.initialize(build_model(), torch.optim.AdamW, config).engine
 
 
@@ -61,7 +61,7 @@ class InFile:
 @on_ranks(2)
 def test_units_gather_weights_of_another_store(tmp_path: Path) -> None:
     """The losses before a step, with the weights from before it and with those after it."""
-    engine, stores = start({"stage": 3}), {}
+    engine, stores = engine_of({"stage": 3}), {}
     for buffer in engine._runtime.buffers:
         name = f"{buffer.unit_name}.{engine.global_rank}"
         stores[buffer] = InFile(tmp_path / name, buffer.main.detach())
@@ -93,7 +93,7 @@ def test_exchanges_follow_from_a_row_of_placements() -> None:
     loss_of(model).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     with mock.patch.object(placement, "STAGES", (*placement.STAGES[:3], row)):
-        engine = start({"stage": 3, "gradient_accumulation_steps": NUM_MICRO_BATCHES})
+        engine = engine_of({"stage": 3, "gradient_accumulation_steps": NUM_MICRO_BATCHES})
     for _ in range(NUM_MICRO_BATCHES):
         engine.backward(loss_of(engine))
         engine.step()

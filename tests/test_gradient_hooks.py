@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from examples import hooks
-from tests.distributed.training import farthest, flat_values, numbers, take_steps
+from tests.distributed.training import farthest, flat_values, numbers, take_steps, values_after
 from tests.ranks import Ranks, on_ranks
 from zeroshard.optim import LAMB, Muon
 
@@ -45,7 +45,7 @@ SIZES = [(60, 40), (50, 60), (7, 50)]
 RANK, WARM_UP = 2, 3
 
 
-def build(bias=True):
+def layers(bias=True):
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(i, o, bias=bias), nn.Tanh()) for o, i in SIZES))
 
@@ -71,7 +71,7 @@ def waiting(hook):
 
 def train_replicated(state, hook, num_steps, *, k=1, clip=None, model=None, after=list, **options):
     """The parameters of DistributedDataParallel on this rank; a function takes them after each step."""
-    model = DistributedDataParallel(model or build(), **options)
+    model = DistributedDataParallel(model or layers(), **options)
     model.register_comm_hook(state, waiting(hook))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(num_steps):
@@ -86,16 +86,11 @@ def train_replicated(state, hook, num_steps, *, k=1, clip=None, model=None, afte
     return [p.detach().view(-1) for p in model.module.parameters()]
 
 
-def start(state, hook, *, model=None, **config):
-    model = model or build()
+def sharded(state, hook, *, model=None, **config):
+    model = model or layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = {"units": lambda module: False, **config}
     return zeroshard.initialize(model, optimizer, config, gradient_hook=(state, hook)).engine
-
-
-def train(engine, micro_batches):
-    take_steps(engine, micro_batches, loss_of)
-    return flat_values(engine)
 
 
 class Stacked(dist.ProcessGroup):
@@ -114,7 +109,7 @@ def test_hooks_of_torch_give_the_bits_of_ddp():
     for hook in (allreduce_hook, bf16_compress_hook, fp16_compress_wrapper(allreduce_hook)):
         want = train_replicated(None, hook, 3)
         for stage in (0, 1):
-            assert not farthest(train(start(None, hook, stage=stage), range(3)), want)
+            assert not farthest(values_after(sharded(None, hook, stage=stage), range(3), loss_of), want)
 
 
 @on_ranks(2)
@@ -127,8 +122,10 @@ def test_quantization_gives_the_bits_of_ddp():
             model.load_state_dict(models[0].state_dict())
         want = train_replicated(group, hook, 5, model=models[0])
         for stage, model in enumerate(models[1:]):
-            assert not farthest(train(start(group, hook, model=model, stage=stage), range(5)), want)
-    engine = start(None, quantization_pertensor_hook, stage=0)
+            assert not farthest(
+                values_after(sharded(group, hook, model=model, stage=stage), range(5), loss_of), want
+            )
+    engine = sharded(None, quantization_pertensor_hook, stage=0)
     with pytest.raises(RuntimeError, match="IndexError: "):  # of torch, over Gloo alone
         loss_of(engine, 0).backward()
 
@@ -151,9 +148,9 @@ def elements_sent(call):
 def test_power_sgd_gives_the_bits_of_ddp_and_sends_what_its_formula_says():
     want = train_replicated(power(), powerSGD_hook, 20)
     for stage in (0, 1):
-        engine = start(power(), powerSGD_hook, stage=stage)
-        train(engine, range(WARM_UP))
-        sent, got = elements_sent(lambda engine=engine: train(engine, range(WARM_UP, 20)))
+        engine = sharded(power(), powerSGD_hook, stage=stage)
+        take_steps(engine, range(WARM_UP), loss_of)
+        sent, got = elements_sent(lambda engine=engine: values_after(engine, range(WARM_UP, 20), loss_of))
         assert not farthest(got, want)
         # P of n r and Q of m r elements for each matrix, and the biases as they are.
         assert sent == (20 - WARM_UP) * sum((n + m) * RANK + n for n, m in SIZES)
@@ -165,10 +162,10 @@ def test_power_sgd_gives_the_bits_of_ddp_and_sends_what_its_formula_says():
 
 @on_ranks(2)
 def test_power_sgd_over_several_units_gives_the_bits_of_ddp_over_as_many_buckets():
-    want = train_replicated(power(), powerSGD_hook, 8, model=build(bias=False), bucket_cap_mb=1e-6)
+    want = train_replicated(power(), powerSGD_hook, 8, model=layers(bias=False), bucket_cap_mb=1e-6)
     state = power()
-    engine = start(state, powerSGD_hook, model=build(bias=False), stage=1, units=("Linear",))
-    assert not farthest(train(engine, range(8)), want)
+    engine = sharded(state, powerSGD_hook, model=layers(bias=False), stage=1, units=("Linear",))
+    assert not farthest(values_after(engine, range(8), loss_of), want)
     assert len(state.error_dict) == len(SIZES)
     assert state.iter == 8
 
@@ -179,7 +176,7 @@ def test_a_hook_runs_at_the_boundary_and_clipping_sees_its_means(num_ranks):
     config = {"gradient_accumulation_steps": 3, "clip_grad_norm": 0.01, "stage": 1}
     config |= {"shard_group_size": 2} if num_ranks == 4 else {}
     want = train_replicated(power(), powerSGD_hook, 6, k=3, clip=0.01)
-    assert farthest(train(start(power(), powerSGD_hook, **config), range(18)), want) < 1e-6
+    assert farthest(values_after(sharded(power(), powerSGD_hook, **config), range(18), loss_of), want) < 1e-6
 
 
 @on_ranks(2)
@@ -191,10 +188,10 @@ def test_ranks_of_post_local_sgd_go_apart_as_in_ddp_and_are_saved_where_they_agr
             return PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce=local)
 
         want = train_replicated(state(), post_localSGD_hook, 4)
-        engine = start(state(), post_localSGD_hook, stage=0)
-        train(engine, range(2))
+        engine = sharded(state(), post_localSGD_hook, stage=0)
+        take_steps(engine, range(2), loss_of)
         engine.save_checkpoint(tmp_path, f"{local}")
-        train(engine, range(2, 4))
+        take_steps(engine, range(2, 4), loss_of)
         got = [p.detach() for p in engine.parameters()]
         assert not farthest(got, want)
         with pytest.raises(RuntimeError, match=r"has let ranks go apart: .*unsharded\(write_back=True\)"):
@@ -238,12 +235,12 @@ def test_post_local_sgd_over_shard_groups_gives_the_parameters_of_ddp_at_stage_1
         averager.average_parameters(parameters := list(parameters))
         want.append([p.detach().flatten().clone() for p in parameters])
 
-    train_replicated(state, post_localSGD_hook, 6, model=build().double(), after=after)
+    train_replicated(state, post_localSGD_hook, 6, model=layers().double(), after=after)
     for average in (average_slices, average_wholes):
-        config = {"model": build().double(), "stage": 1, "shard_group_size": group_size}
-        engine = start(post_local(group_size)[0], post_localSGD_hook, **config)
+        config = {"model": layers().double(), "stage": 1, "shard_group_size": group_size}
+        engine = sharded(post_local(group_size)[0], post_localSGD_hook, **config)
         for step in range(6):
-            train(engine, [step])
+            take_steps(engine, [step], loss_of)
             if step >= START and (step - START) % PERIOD == 0:
                 average(engine, replicas)
             assert farthest(flat_values(engine), want[step]) < 1e-12, step
@@ -252,9 +249,9 @@ def test_post_local_sgd_over_shard_groups_gives_the_parameters_of_ddp_at_stage_1
 @on_ranks(2)
 def test_a_state_of_ranks_that_go_further_apart_is_not_loaded(tmp_path):
     alone = post_local(2, post_local_gradient_allreduce=False)[0]
-    start(alone, post_localSGD_hook, stage=0).save_checkpoint(tmp_path)
+    sharded(alone, post_localSGD_hook, stage=0).save_checkpoint(tmp_path)
     state = post_local(2)[0]
-    engine = start(state, post_localSGD_hook, stage=1)
+    engine = sharded(state, post_localSGD_hook, stage=1)
     with pytest.warns(UserWarning, match="a hook keeps its present state"):
         engine.load_checkpoint(tmp_path)
     assert state.post_local_gradient_allreduce
@@ -263,8 +260,8 @@ def test_a_state_of_ranks_that_go_further_apart_is_not_loaded(tmp_path):
 @on_ranks(4)
 def test_slices_of_post_local_sgd_are_saved_where_replicas_agree(tmp_path):
     state, replicas = post_local(2)
-    engine = start(state, post_localSGD_hook, stage=1, shard_group_size=2)
-    train(engine, range(START + 1))
+    engine = sharded(state, post_localSGD_hook, stage=1, shard_group_size=2)
+    take_steps(engine, range(START + 1), loss_of)
     with pytest.raises(RuntimeError, match="has let ranks go apart"):
         engine.save_checkpoint(tmp_path)
     average_slices(engine, replicas)
@@ -272,7 +269,7 @@ def test_slices_of_post_local_sgd_are_saved_where_replicas_agree(tmp_path):
         engine.save_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path, optimizer=False)
     want = flat_values(engine)
-    train(engine, [START + 1])
+    take_steps(engine, [START + 1], loss_of)
     engine.load_checkpoint(tmp_path, optimizer=False)
     assert not farthest(flat_values(engine), want)
     if dist.get_rank() == 2:  # two of the four ranks hold other slices, and agree
@@ -305,23 +302,23 @@ REFUSED = [
 def test_settings_in_which_a_hook_cannot_be_right_are_refused():
     for (make, hook), config, message in REFUSED:
         with pytest.raises(ValueError, match=message):
-            start(make(), hook, **{"stage": 0, **config})
+            sharded(make(), hook, **{"stage": 0, **config})
     plan, pair = {"0.0": "colwise", "1.0": "rowwise"}, (power(), powerSGD_hook)
     config = {"stage": 1, "mesh": {"tp": 2}}
     with pytest.raises(ValueError, match=r"with mesh\.tp=2: expected one of .1."):
-        zeroshard.initialize(build(), None, config, tp_plan=plan, gradient_hook=pair)
+        zeroshard.initialize(layers(), None, config, tp_plan=plan, gradient_hook=pair)
     with pytest.raises(ValueError, match=r"expected \(state, hook\)"):
-        zeroshard.initialize(build(), None, {"stage": 0}, gradient_hook=powerSGD_hook)
+        zeroshard.initialize(layers(), None, {"stage": 0}, gradient_hook=powerSGD_hook)
     with pytest.raises(ValueError, match="expected a dict or an object as state, to be saved, got a list"):
-        zeroshard.initialize(build(), None, {"stage": 0}, gradient_hook=([], allreduce_hook))
+        zeroshard.initialize(layers(), None, {"stage": 0}, gradient_hook=([], allreduce_hook))
     alone, _ = dist.new_subgroups(1)
     with pytest.raises(ValueError, match="expected a group of all 2 ranks, got 1"):
-        start(PowerSGDState(alone), powerSGD_hook, stage=0)
+        sharded(PowerSGDState(alone), powerSGD_hook, stage=0)
     state = PowerSGDState(None, 1 + dist.get_rank())
     with pytest.raises(RuntimeError, match="'matrix_approximation_rank': 2"):
-        start(state, powerSGD_hook, stage=0)
+        sharded(state, powerSGD_hook, stage=0)
     for kind in (LAMB, Muon):  # their updates would be of several ranks' gradients
-        model = build(bias=False)
+        model = layers(bias=False)
         with pytest.raises(ValueError, match=f"noop_hook with {kind.__name__}: expected an element-wise opt"):
             zeroshard.initialize(model, kind(model.parameters()), {"stage": 0}, gradient_hook=({}, noop_hook))
 
@@ -342,15 +339,15 @@ def future_of(value):
 @on_ranks(2)
 def test_a_hook_that_returns_something_else_is_named():
     for hook, message in WRONG:
-        engine = start(None, hook, stage=1)
+        engine = sharded(None, hook, stage=1)
         with pytest.raises(TypeError, match=message):
             loss_of(engine, 0).backward()
 
 
 @on_ranks(2)
 def test_after_a_backward_that_failed_a_warning_says_that_the_state_may_hold_parts_of_it():
-    engine = start(power(), powerSGD_hook, stage=1, units=("Linear",))
-    train(engine, range(5))
+    engine = sharded(power(), powerSGD_hook, stage=1, units=("Linear",))
+    take_steps(engine, range(5), loss_of)
 
     def fail(_):
         raise ArithmeticError
@@ -368,23 +365,23 @@ def test_after_a_backward_that_failed_a_warning_says_that_the_state_may_hold_par
 
 def resume(folder, num_steps):
     """Train on from a checkpoint with another state of the hook."""
-    engine = start(power(), powerSGD_hook, stage=1, units=("Linear",))
+    engine = sharded(power(), powerSGD_hook, stage=1, units=("Linear",))
     engine.load_checkpoint(folder, "middle")
-    return train(engine, range(engine.global_step, num_steps))
+    return values_after(engine, range(engine.global_step, num_steps), loss_of)
 
 
 def save_in_the_middle(folder, num_steps):
-    engine = start(power(), powerSGD_hook, stage=0, units=("Linear",))
-    train(engine, range(6))
+    engine = sharded(power(), powerSGD_hook, stage=0, units=("Linear",))
+    take_steps(engine, range(6), loss_of)
     engine.save_checkpoint(folder, "middle", blocking=False)
-    found = train(engine, range(6, num_steps))
+    found = values_after(engine, range(6, num_steps), loss_of)
     return found, resume(folder, num_steps)
 
 
 def load_elsewhere(folder):
     state = power()
-    with_hook = start(state, powerSGD_hook, stage=1, units=("Linear",))
-    plain = zeroshard.initialize(build(), lambda ps: torch.optim.SGD(ps, 0.05, 0.9), {"stage": 1}).engine
+    with_hook = sharded(state, powerSGD_hook, stage=1, units=("Linear",))
+    plain = zeroshard.initialize(layers(), lambda ps: torch.optim.SGD(ps, 0.05, 0.9), {"stage": 1}).engine
     for engine in (with_hook, plain):
         with pytest.warns(UserWarning, match="state of a gradient hook on 2 ranks"):
             engine.load_checkpoint(folder, "middle")
@@ -406,13 +403,13 @@ def test_states_may_be_dicts_or_objects_and_what_no_checkpoint_can_hold_is_refus
 
     for name, make in (("dict", dict), ("object", SimpleNamespace)):
         states = make(), make()
-        engine = start(states[0], count, stage=0)
-        train(engine, range(3))
+        engine = sharded(states[0], count, stage=0)
+        take_steps(engine, range(3), loss_of)
         engine.save_checkpoint(tmp_path, name)
-        start(states[1], count, stage=1).load_checkpoint(tmp_path, name)
+        sharded(states[1], count, stage=1).load_checkpoint(tmp_path, name)
         seen = [(state if name == "dict" else vars(state))["seen"] for state in states]
         assert torch.equal(*seen)
-    engine = start({"call": copy.copy}, count, stage=0)
+    engine = sharded({"call": copy.copy}, count, stage=0)
     with pytest.raises(ValueError, match=r"gradient_hook.*'call'"):
         engine.save_checkpoint(tmp_path)
 
@@ -456,8 +453,8 @@ def test_the_examples_train_alike_under_zeroshard_and_ddp():
         want = train_replicated(make(), hook, 30, model=copy.deepcopy(model))
         for stage in (0, 1):
             state = make()
-            engine = start(state, hook, model=copy.deepcopy(model), stage=stage)
-            assert not farthest(train(engine, range(30)), want)
+            engine = sharded(state, hook, model=copy.deepcopy(model), stage=stage)
+            assert not farthest(values_after(engine, range(30), loss_of), want)
             assert state.iter == 30
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.training import STAGES, numbers, refused, square_loss
+from tests.distributed.training import STAGES, numbers, refused, seeded, square_loss
 from tests.ranks import on_ranks
 from zeroshard import Config, Engine, Initialized
 from zeroshard.agreement import check_agreement
@@ -135,10 +135,8 @@ class WithBuffers(Tiny):
 @on_ranks(3)
 def test_every_rank_gets_the_parameters_and_buffers_of_rank_0(stage):
     """The models differ."""
-    torch.manual_seed(0)
-    first = WithBuffers()
-    torch.manual_seed(dist.get_rank())
-    model = WithBuffers()
+    first = seeded(WithBuffers)
+    model = seeded(WithBuffers, seed=dist.get_rank())
     assert torch.equal(model.inner.weight, first.inner.weight) == (dist.get_rank() == 0)
     config = {"stage": stage, "precision": {"param_dtype": "fp32" if stage % 2 else None}}
     engine = zeroshard.initialize(model, None, config).engine
@@ -252,8 +250,7 @@ def test_an_unknown_optimizer_warns_once_where_initialize_is_called_and_trains()
     # torch runs the hooks of steps for a class and for its base; a step counts once nevertheless.
     own_step = {"step": lambda self, closure=None: torch.optim.SGD.step(self, closure)}
     for kind in (own_optimizer("Lion"), type("MySGD", (torch.optim.SGD,), own_step)):
-        torch.manual_seed(0)
-        model = Tiny()
+        model = seeded(Tiny)
         plain = copy.deepcopy(model)
         reference = torch.optim.SGD(plain.parameters(), lr=0.1)
         weights = [p for p in model.parameters() if p.ndim == 2]

@@ -184,7 +184,7 @@ def test_what_is_called_on_the_engine_exists():
     assert [name for name in names if not hasattr(engine, name)] == []
 
 
-def train(model, optimizer, rank):
+def three_losses(model, optimizer, rank):
     """Losses of three steps, each followed by an optimizer step."""
     losses = []
     for inputs, targets in run("", rank)["loader"][:3]:
@@ -216,12 +216,12 @@ def test_code_about_checkpoints_goes_on_where_it_saved(tmp_path, section, first_
     names |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
     if not is_fsdp2:
         names["engine"] = model = zeroshard.initialize(model, optimizer).engine
-    train(model, optimizer, rank)
+    three_losses(model, optimizer, rank)
     (block,) = blocks(SECTIONS[section], re.escape(first_line))
     save, load = block.split("\n\n")
     with contextlib.chdir(tmp_path):
         exec(save, names)
-        went_on = train(model, optimizer, rank)
+        went_on = three_losses(model, optimizer, rank)
         exec(load, names)
-    assert train(model, optimizer, rank) == went_on
+    assert three_losses(model, optimizer, rank) == went_on
     assert names.get("client_state") == client_state

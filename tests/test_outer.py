@@ -44,7 +44,7 @@ def batch(step, rank):
     return torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)
 
 
-def start(outer_step, optimizer=adamw, *, seed=0, stage=3, group=None, **config):
+def replicas(outer_step, optimizer=adamw, *, seed=0, stage=3, group=None, **config):
     model = seeded(Net, seed=seed)
     config = {"stage": stage, "shard_group_size": group if stage else None, "units": ["Linear"], **config}
     return zeroshard.initialize(model, optimizer, config, outer_step=outer_step).engine
@@ -54,7 +54,7 @@ def loss_of(engine, step):
     return engine(batch(step, engine.dp_rank)).square().mean()
 
 
-def train(engine, steps):
+def stepped(engine, steps):
     take_steps(engine, steps, loss_of)
     return engine
 
@@ -134,12 +134,12 @@ def replica_of(engine):
 
 
 def simulated(policy, optimizer=adamw, *, group=1, bound=1e-12, **config):
-    engine = start(policy, optimizer, group=group, **config)
+    engine = replicas(policy, optimizer, group=group, **config)
     max_norm = config.get("clip_grad_norm", 1e9)
     reference = Simulation(policy, optimizer, engine.world_size // group, group, max_norm)
     found = []
     for step in range(STEPS):
-        train(engine, [step])
+        stepped(engine, [step])
         reference.step(step)
         want = reference.replica(replica_of(engine))
         found += [f"step {step}: {name}" for name in far(engine, want, bound)]
@@ -182,7 +182,7 @@ def test_replicas_of_two_ranks_equal_one_process_that_trains_them():
 
 @on_ranks(2)
 def test_replicas_begin_with_the_values_of_rank_0():
-    engine = start(zeroshard.OuterStep.periodic_averaging(4), seed=dist.get_rank())
+    engine = replicas(zeroshard.OuterStep.periodic_averaging(4), seed=dist.get_rank())
     assert (engine.dp_rank, engine.dp_world_size) == (dist.get_rank(), 2)
     assert not far(engine, seeded(Net).state_dict(), 0.0)
 
@@ -197,17 +197,17 @@ def test_replicas_do_not_wait_for_each_other_between_outer_steps(num_ranks, stag
         dist.recv(torch.zeros(1), dist.get_rank() - group)
 
     for stage in stages:
-        engine = start(zeroshard.OuterStep.periodic_averaging(4), stage=stage, group=group)
+        engine = replicas(zeroshard.OuterStep.periodic_averaging(4), stage=stage, group=group)
         replica, first = replica_of(engine), loss_of(engine, 0)
         if replica == 1:
             first.register_hook(wait_for_replica_0)
         engine.backward(first)
         engine.step()
-        train(engine, range(1, 3))
+        stepped(engine, range(1, 3))
         if replica == 0:
             dist.send(torch.zeros(1), dist.get_rank() + group)
         before = engine.full_state_dict()
-        train(engine, [3])
+        stepped(engine, [3])
         after = engine.full_state_dict()
         found += [(stage, name) for name in after if after[name].equal(before[name]) != ("frozen" in name)]
     return found
@@ -215,17 +215,17 @@ def test_replicas_do_not_wait_for_each_other_between_outer_steps(num_ranks, stag
 
 @on_ranks(2)
 def test_a_replica_that_is_alone_trains_as_without_outer_steps():
-    plain, outer = (start(policy, group=2) for policy in (None, zeroshard.OuterStep.periodic_averaging(1)))
-    return far(train(outer, range(3)), train(plain, range(3)).full_state_dict(), 0.0)
+    plain, outer = (replicas(policy, group=2) for policy in (None, zeroshard.OuterStep.periodic_averaging(1)))
+    return far(stepped(outer, range(3)), stepped(plain, range(3)).full_state_dict(), 0.0)
 
 
 @on_ranks(2)
 def test_bytes_between_replicas_are_those_of_gradients_over_the_steps_between():
     sent = {}
     for every in (1, 4):
-        engine = start(zeroshard.OuterStep.diloco(every=every))
+        engine = replicas(zeroshard.OuterStep.diloco(every=every))
         engine.reset_comm_report()
-        report = train(engine, range(8)).comm_report()
+        report = stepped(engine, range(8)).comm_report()
         sent[every] = report.bytes_sent["all_reduce"]
         assert not any(report.bytes_sent[kind] for kind in ("all_gather", "reduce_scatter"))
     padded = sum(
@@ -237,12 +237,12 @@ def test_bytes_between_replicas_are_those_of_gradients_over_the_steps_between():
 
 def resumed(folder, group, stop):
     """Train through a checkpoint after some steps, and from it: the same bits."""
-    engine = train(start(STREAMING, group=group), range(stop))
+    engine = stepped(replicas(STREAMING, group=group), range(stop))
     engine.save_checkpoint(folder)
-    want = train(engine, range(stop, STEPS)).full_state_dict()
-    again = train(start(STREAMING, group=group, seed=5), range(2))
+    want = stepped(engine, range(stop, STEPS)).full_state_dict()
+    again = stepped(replicas(STREAMING, group=group, seed=5), range(2))
     again.load_checkpoint(folder)
-    return far(train(again, range(stop, STEPS)), want, 0.0)
+    return far(stepped(again, range(stop, STEPS)), want, 0.0)
 
 
 @on_ranks(2)
@@ -259,10 +259,10 @@ def test_a_checkpoint_of_replicas_of_two_ranks_resumes_to_the_bit(tmp_path):
 
 @on_ranks(2)
 def test_checkpoints_that_do_not_fit_the_replicas_are_refused(tmp_path):
-    engine = train(start(STREAMING), range(3))
+    engine = stepped(replicas(STREAMING), range(3))
     engine.save_checkpoint(tmp_path)
     values = engine.full_state_dict()
-    other = start(zeroshard.OuterStep.diloco(every=5))
+    other = replicas(zeroshard.OuterStep.diloco(every=5))
     text = refused(lambda: other.load_checkpoint(tmp_path))
     assert "was saved with another outer_step" in text
     [remedy] = set(re.findall(r"load '(\S+)'", text))
@@ -271,7 +271,7 @@ def test_checkpoints_that_do_not_fit_the_replicas_are_refused(tmp_path):
     dist.all_gather_object(own, values)
     other.load_checkpoint(remedy)
     assert not far(other, own[0], 0.0)
-    plain = start(None)
+    plain = replicas(None)
     with pytest.warns(UserWarning, match="'outer_4_0_2_1', 'outer_4_0_2_1_anchor'") as caught:
         plain.load_checkpoint(remedy)
     assert len(caught) == 1
@@ -282,7 +282,7 @@ def test_checkpoints_that_do_not_fit_the_replicas_are_refused(tmp_path):
     dist.barrier()
     if dist.get_rank() == 0:
         (tmp_path / "replica-2").rmdir()
-    train(engine, [3])
+    stepped(engine, [3])
     engine.save_checkpoint(tmp_path)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -293,23 +293,23 @@ def test_checkpoints_that_do_not_fit_the_replicas_are_refused(tmp_path):
 
 @on_ranks(2)
 def test_replicas_that_load_one_checkpoint_draw_random_numbers_of_their_own(tmp_path):
-    plain = start(None)
+    plain = replicas(None)
     torch.manual_seed(dist.get_rank())
     plain.save_checkpoint(tmp_path, "one")
-    engine = start(zeroshard.OuterStep.periodic_averaging(2))
+    engine = replicas(zeroshard.OuterStep.periodic_averaging(2))
     engine.load_checkpoint(tmp_path)
     drawn = [None, None]
     dist.all_gather_object(drawn, torch.rand(4).tolist())
     assert drawn[0] != drawn[1]
-    train(engine, range(2))
+    stepped(engine, range(2))
     engine.save_checkpoint(tmp_path / "two")
-    assert "load '" in refused(lambda: start(None).load_checkpoint(tmp_path / "two"))
+    assert "load '" in refused(lambda: replicas(None).load_checkpoint(tmp_path / "two"))
 
 
 @on_ranks(2)
 def test_a_replica_may_be_edited_alone_and_not_fall_a_step_behind():
-    engine = start(zeroshard.OuterStep.periodic_averaging(4))
-    train(engine, range(2))
+    engine = replicas(zeroshard.OuterStep.periodic_averaging(4))
+    stepped(engine, range(2))
     engine.load_state_dict({"first.bias": torch.zeros(WIDTH).double()}, strict=False)
     assert not engine.full_parameter("first.bias").any()
     if engine._axes.outer.rank:
@@ -337,9 +337,9 @@ def test_what_outer_steps_do_not_go_with_is_refused(ranks):
 def refusals():
     policy = zeroshard.OuterStep.diloco(every=2)
     cases = {
-        "expected an optimizer": lambda: start(policy, None),
-        "nonfinite='report'": lambda: start(policy, nonfinite="skip"),
-        "mesh.pp=1": lambda: start(policy, mesh={"tp": 2}),
+        "expected an optimizer": lambda: replicas(policy, None),
+        "nonfinite='report'": lambda: replicas(policy, nonfinite="skip"),
+        "mesh.pp=1": lambda: replicas(policy, mesh={"tp": 2}),
     }
     return [expected for expected, act in cases.items() if expected not in refused(act)]
 
@@ -350,11 +350,11 @@ UNDER_WAY = zeroshard.OuterStep(every=2, delay=1)
 @on_ranks(1)
 def test_an_edit_beside_anchors_or_means_under_way_is_refused_until_a_checkpoint_is_loaded(tmp_path):
     for policy in (zeroshard.OuterStep.diloco(every=2), UNDER_WAY):
-        engine = train(start(policy), range(2))
+        engine = stepped(replicas(policy), range(2))
         engine.save_checkpoint(tmp_path)
         engine.set_full_parameter("first.bias", torch.ones(WIDTH).double())
-        assert "load a checkpoint to be rid of the edit" in refused(lambda: train(engine, [2]))  # noqa: B023
+        assert "load a checkpoint to be rid of the edit" in refused(lambda: stepped(engine, [2]))  # noqa: B023
         engine.load_checkpoint(tmp_path)
-        assert not far(train(engine, [2]), train(start(policy), range(3)).full_state_dict(), 0.0)
+        assert not far(stepped(engine, [2]), stepped(replicas(policy), range(3)).full_state_dict(), 0.0)
     engine.set_full_parameter("first.bias", torch.ones(WIDTH).double())  # no means are under way
-    train(engine, range(3, 5))
+    stepped(engine, range(3, 5))

@@ -13,7 +13,7 @@ from tests.distributed.training import SOME_STAGES, numbers, plain, replicate
 from tests.ranks import on_ranks
 
 
-def train(model, optimizer, clip, no_sync):
+def three_norms(model, optimizer, clip, no_sync):
     """The norms of three steps of two micro-batches."""
     norms = []
     for number in range(3):
@@ -31,7 +31,7 @@ def train(model, optimizer, clip, no_sync):
 @on_ranks()
 def test_the_composable_layer_clips_accumulates_and_shows_as_ddp(num_ranks, axes):
     replica = replicate(tiny())
-    want = train(
+    want = three_norms(
         replica,
         torch.optim.AdamW(replica.parameters(), lr=1e-2),
         lambda norm: torch.nn.utils.clip_grad_norm_(replica.parameters(), norm),
@@ -44,7 +44,7 @@ def test_the_composable_layer_clips_accumulates_and_shows_as_ddp(num_ranks, axes
         sharded = zeroshard.shard(model, {"stage": stage}, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         sharded.attach(optimizer)
-        norms = train(model, optimizer, sharded.clip_grad_norm_, sharded.no_sync)
+        norms = three_norms(model, optimizer, sharded.clip_grad_norm_, sharded.no_sync)
         assert norms == pytest.approx(want, rel=1e-5)
         for name, value in sharded.full_state_dict().items():  # of rank 0
             assert torch.allclose(value, want_state[name], rtol=1e-5)

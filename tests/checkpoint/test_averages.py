@@ -9,6 +9,7 @@ import torch
 
 import zeroshard
 from tests.checkpoint.runs import build, start, state, train
+from tests.distributed.training import different
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import Manifest, parse
 from zeroshard.checkpoint.tensors import open_checkpoint
@@ -34,11 +35,6 @@ def save(folder):
     return shown(engine, ema)
 
 
-def differences(got, want):
-    assert got.keys() == want.keys()
-    return [name for name in want if not torch.equal(got[name], want[name])]
-
-
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
     """A checkpoint, and the averages in it."""
@@ -60,7 +56,7 @@ def alone(folder):
         ]
         for num_updates in range(2):
             want = engine.full_state_dict() | {"updates": torch.tensor(num_updates)}
-            assert not differences(shown(engine, ema), want)
+            assert not different(shown(engine, ema), want)
             train(engine, [7])
     return found
 
@@ -78,7 +74,7 @@ def load_model(folder):
 def test_the_model_alone_comes_with_its_averages(ranks, run):
     folder, saved = run
     loaded, steps = ranks(2, load_model, folder)[0]
-    assert not differences(loaded, saved)
+    assert not different(loaded, saved)
     assert steps == (0, 0)
 
 

@@ -19,7 +19,7 @@ from tests.checkpoint.damage import full_after
 from tests.checkpoint.peaks import SLACK, growth, needs_linux
 from tests.commands import failure
 from tests.distributed.models import LLAMA, VOCABULARY, Tiny
-from tests.distributed.training import numbers, start, step, token_loss, tokens
+from tests.distributed.training import numbers, start, step, take_steps, token_loss, tokens
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.manifest import saved_names
 from zeroshard.cli.main import main
@@ -41,7 +41,7 @@ KINDS = {
 }
 
 
-def build(kind: str) -> nn.Module:
+def small_model(kind: str) -> nn.Module:
     auto_class, sizes = KINDS[kind]
     torch.manual_seed(1)
     return getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**sizes))
@@ -53,11 +53,9 @@ def answer(model: nn.Module) -> torch.Tensor:
     return model.eval()(input_ids=batch, labels=batch).logits
 
 
-def train(engine: zeroshard.Engine) -> None:
-    for number in range(2):
-        batch = tokens(number)
-        engine.backward(engine(input_ids=batch, labels=batch).loss)
-        engine.step()
+def labelled_loss(model: nn.Module, number: int) -> torch.Tensor:
+    batch = tokens(number)
+    return model(input_ids=batch, labels=batch).loss
 
 
 class Tokenizer:
@@ -67,8 +65,8 @@ class Tokenizer:
 
 def train_and_save(folder: str, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The whole state_dict and the logits of a model; a checkpoint and two exports are in `folder`."""
-    engine, _ = start(build(kind), stage=3)
-    train(engine)
+    engine, _ = start(small_model(kind), stage=3)
+    take_steps(engine, range(2), labelled_loss)
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "engine"), Tokenizer())
     engine.save_pretrained(Path(folder, "small"), dtype="bf16", max_shard_bytes=10_000)
@@ -110,7 +108,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind)
     for exported in (tmp_path, folder / "engine"):
         model = load(kind, exported)
         assert_equal(model.state_dict(), state)
-        assert len(list(model.parameters())) == len(list(build(kind).parameters()))  # tied as before
+        assert len(list(model.parameters())) == len(list(small_model(kind).parameters()))  # tied as before
         with torch.no_grad():
             assert torch.equal(answer(model), logits)
         assert model.config.architectures == [type(model).__name__]
@@ -226,14 +224,14 @@ def with_adapters() -> nn.Module:
 
     torch.manual_seed(5)
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    model = get_peft_model(build("Llama"), lora)
+    model = get_peft_model(small_model("Llama"), lora)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
     return model
 
 
 def train_adapters(folder: str) -> dict[str, torch.Tensor]:
     engine, _ = start(with_adapters(), stage=3)
-    train(engine)
+    take_steps(engine, range(2), labelled_loss)
     engine.save_checkpoint(Path(folder, "checkpoint"))
     engine.save_pretrained(Path(folder, "engine"), Tokenizer())
     engine.save_pretrained(Path(folder, "merged"), merge_adapters=True)
@@ -249,7 +247,7 @@ def test_adapters_that_peft_does_not_merge_are_an_error_on_all_ranks(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1], task_type="CAUSAL_LM")
-    engine, _ = start(get_peft_model(build("Llama"), lora), stage=3)
+    engine, _ = start(get_peft_model(small_model("Llama"), lora), stage=3)
     with pytest.raises(RuntimeError, match="does not support merging"):
         engine.save_pretrained(tmp_path / "merged", merge_adapters=True)
     engine.save_pretrained(tmp_path / "adapters")
@@ -263,7 +261,7 @@ def test_of_a_model_with_adapters_peft_loads_those_or_the_whole_as_peft_merges_i
     merged = with_adapters()
     merged.load_state_dict(state)
     assert_equal(load("Llama", tmp_path / "merged").state_dict(), merged.merge_and_unload().state_dict())
-    model = peft.PeftModel.from_pretrained(build("Llama"), tmp_path / "engine")
+    model = peft.PeftModel.from_pretrained(small_model("Llama"), tmp_path / "engine")
     model.load_adapter(tmp_path / "engine" / "second", "second")
     assert_equal(model.state_dict(), state)
     size = (tmp_path / "engine" / "adapter_model.safetensors").stat().st_size
@@ -305,7 +303,7 @@ def train_tied(folder: str, kinds: list[str]) -> dict[str, tuple]:
     ends = {}
     for how in kinds:
         engine, _ = start(tied(how), "SGD", stage=3)
-        train(engine)
+        take_steps(engine, range(2), labelled_loss)
         engine.save_pretrained(Path(folder, how, "adapters"))
         refusals = []
         try:
@@ -370,7 +368,7 @@ def test_an_export_holds_a_unit_or_a_tensor_at_a_time(tmp_path):
 
 def export_in_vain(folder: str) -> list[str]:
     """What an engine says to exports that fail; it trains on."""
-    model = build("Llama")
+    model = small_model("Llama")
     engine, optimizer = start(model, stage=3)
     engine.save_pretrained(Path(folder, "there"))
     before, said = engine.full_state_dict(), []
@@ -402,7 +400,7 @@ def test_an_export_that_fails_on_rank_0_fails_on_all_and_training_goes_on(ranks,
     assert {path.name for path in (tmp_path / "there").iterdir()} == {
         *("config.json", "generation_config.json", "model.safetensors")
     }
-    assert_equal(load("Llama", tmp_path / "there").state_dict(), build("Llama").state_dict())
+    assert_equal(load("Llama", tmp_path / "there").state_dict(), small_model("Llama").state_dict())
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):

@@ -88,17 +88,17 @@ class Net(nn.Module):
         return sum(((weight * self.pattern).sum() for weight in self.weights), torch.zeros(())) / (1 + step)
 
 
-def start(trial: Trial, stage: int) -> Any:
+def engine_of(trial: Trial, stage: int) -> Any:
     model = Net()
     config = {"stage": stage, "watchdog_s": 10.0, "checkpoint": {"keep_last": trial.keep_last}}
     return zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config).engine
 
 
-def train(seed: int, folder: str) -> None:
+def train_until_killed(seed: int, folder: str) -> None:
     """Train and save, until a signal ends it; `begun` and `done` are the steps whose saves are sure to."""
     signal.alarm(LIMIT_S)
     trial, rank = Trial.draw(seed), int(os.environ["RANK"])
-    engine = start(trial, trial.stage)
+    engine = engine_of(trial, trial.stage)
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     while True:
         engine.backward(engine(engine.global_step))
@@ -150,7 +150,7 @@ def check(seed: int, folder: str) -> None:
             manifest = open_checkpoint(directory).manifest
             check_sums(directory, manifest, manifest.files)
     find(saved)
-    engine = start(trial, 3)
+    engine = engine_of(trial, 3)
     client_state = engine.load_checkpoint(saved)
     step = engine.global_step
     assert client_state == {"step": step}
@@ -185,7 +185,7 @@ def check(seed: int, folder: str) -> None:
 @pytest.mark.parametrize("seed", range(NUM_TRIALS))
 def test_what_is_left_of_a_save_whose_ranks_were_killed_is_a_whole_checkpoint(run: Forks, tmp_path, seed):  # noqa: F811
     trial, script = Trial.draw(seed), "from tests.checkpoint.test_kill import {0}; {0}({1}, {2!r})"
-    (ranks,) = run(script.format("train", seed, str(tmp_path)), num_ranks=trial.num_ranks)
+    (ranks,) = run(script.format("train_until_killed", seed, str(tmp_path)), num_ranks=trial.num_ranks)
     for number, rank in enumerate(ranks):
         if trial.kills_all or number == trial.victim:
             assert rank.code == -signal.SIGKILL, rank.output

@@ -8,6 +8,7 @@ import torch
 import zeroshard
 from tests.checkpoint.peaks import SLACK, Rows, growth, needs_linux
 from tests.checkpoint.runs import write
+from tests.distributed.training import seeded
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import files, tensors
 from zeroshard.checkpoint import save as saving
@@ -21,8 +22,7 @@ BOX = 16 << 20
 
 
 def engine_of(large, small):
-    torch.manual_seed(0)
-    model = Rows(large, small)
+    model = seeded(Rows, large, small)
     engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), fused=True)).engine
     engine.backward(engine(torch.tensor([1, 2])))
     engine.step()

@@ -8,6 +8,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from tests.checkpoint.runs import build, differences, maker, refused, saved, start, state, train
+from tests.distributed.training import different
 from tests.ranks import on_ranks
 
 BEFORE, AFTER = range(2), range(2, 4)
@@ -77,8 +78,7 @@ def test_a_model_alone_is_saved_and_loaded(tmp_path):
     assert train(engine, AFTER) == want
     engine.save_checkpoint(tmp_path)
     alone.load_checkpoint(tmp_path)
-    got, want = alone.full_state_dict(), engine.full_state_dict()
-    return [name for name, value in want.items() if not torch.equal(got[name], value)]
+    return different(alone.full_state_dict(), engine.full_state_dict())
 
 
 @on_ranks(1)

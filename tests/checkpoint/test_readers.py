@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.runs import read_whole, saved, state, write
+from tests.distributed.training import different
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.places import Box, file_of
 from zeroshard.checkpoint.save import write_part
@@ -36,15 +37,6 @@ def checkpoint(ranks, tmp_path_factory):
     return find(folder, "here"), want
 
 
-def unequal(got, want):
-    assert got.keys() == want.keys()
-    return [
-        name
-        for name, value in want.items()
-        if got[name].dtype != value.dtype or not torch.equal(got[name], value)
-    ]
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_and_zeroshard_read_full_tensors_under_the_plain_names_and_all_names_of_tied_ones(checkpoint):
     directory, want = checkpoint
@@ -52,10 +44,10 @@ def test_torch_and_zeroshard_read_full_tensors_under_the_plain_names_and_all_nam
     assert {"optimizer/mix/exp_avg", "optimizer/gain/exp_avg_sq", "optimizer/empty/exp_avg"} < want.keys()
     got = {name: torch.full_like(value, 7) for name, value in want.items()}
     dcp.load(got, storage_reader=FileSystemReader(directory), no_dist=True)
-    assert unequal(got, want) == []
+    assert different(got, want) == []
     stored = open_checkpoint(directory)
     assert stored.tensors.keys() == want.keys() - {"head.weight"}  # which is tokens.weight
-    assert unequal(read_whole(stored) | {"head.weight": want["head.weight"]}, want) == []
+    assert different(read_whole(stored) | {"head.weight": want["head.weight"]}, want) == []
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):

@@ -38,7 +38,7 @@ FAMILIES = {
 }
 
 
-def build(family: str, attention: str = "sdpa") -> Any:
+def small_model(family: str, attention: str = "sdpa") -> Any:
     """Return a small model with weights large enough for attention to matter."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
@@ -92,7 +92,7 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone(
         write(tmp_path, texts), tokenizer, seq_len=18, held_out=0, cache_dir=tmp_path / "cache"
     ).train
     assert len(blocks) < len(texts) - 2
-    model = build(family, attention)
+    model = small_model(family, attention)
     batch = Collator(is_flat=is_flat)(all_of(blocks))
     packed = losses(model(**batch).logits, batch["labels"])
     alone = []
@@ -105,12 +105,12 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone(
 
 
 def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
-    check_separation(build("llama").train(), Collator())
-    check_separation(build("gpt2", "eager"), Collator(is_flat=True))
+    check_separation(small_model("llama").train(), Collator())
+    check_separation(small_model("gpt2", "eager"), Collator(is_flat=True))
     with pytest.raises(ValueError, match=r"OPTForCausalLM crosses packed documents.*pack=False"):
-        check_separation(build("opt"), Collator())
+        check_separation(small_model("opt"), Collator())
     with pytest.raises(ValueError, match="LlamaForCausalLM crosses"):
-        check_separation(build("llama"), default_collate)  # which leaves use_cache to the model
+        check_separation(small_model("llama"), default_collate)  # which leaves use_cache to the model
 
 
 # ------------------------------------------------------------------------------------------ weights of losses
@@ -120,7 +120,7 @@ def test_with_the_blocks_the_collator_gives_each_label_the_same_weight(tmp_path:
     blocks = text_datasets(
         chats(tmp_path), letters(CHATML), seq_len=20, held_out=0, cache_dir=tmp_path / "cache"
     ).train
-    model = build("llama")
+    model = small_model("llama")
     batches = [all_of(blocks)[start : start + 2] for start in range(0, len(blocks) // 2 * 2, 2)]
     assert len(batches) > 2
     weighed = torch.stack([model(**collator(model, blocks)(batch)).loss for batch in batches])
@@ -137,7 +137,7 @@ def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path,
     blocks = text_datasets(
         chats(tmp_path), letters(CHATML), seq_len=20, held_out=0, cache_dir=tmp_path / "cache"
     ).train
-    model = build("llama")
+    model = small_model("llama")
     batch = Collator()(all_of(blocks))
     want = losses(model(**batch).logits, batch["labels"]).sum() / blocks.num_labels
     total, num_labels, num_batches = 0.0, 0, set()

@@ -5,12 +5,10 @@ import warnings
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
-import zeroshard
-from tests.distributed.training import caught, numbers
+from tests.distributed.training import caught, numbers, start
 from tests.ranks import on_ranks
 from zeroshard import Config, Precision
 from zeroshard.deepspeed.translate import IGNORED, MAPPED, NO_EQUIVALENT
@@ -259,26 +257,22 @@ class Net(nn.Module):
         return self.layer(inputs)
 
 
-def start(**config):
-    return zeroshard.initialize(Net(), lambda own: torch.optim.SGD(own, lr=0.1), config).engine
-
-
 @on_ranks(2)
 def test_scripts_of_deepspeed_find_its_names():
-    engine = start(gradient_accumulation_steps=2, micro_batch_size=3, clip_grad_norm=0.5)
+    engine, _ = start(Net(), "SGD", gradient_accumulation_steps=2, micro_batch_size=3, clip_grad_norm=0.5)
     for number in range(2):
         engine.backward(engine(numbers(number, 5, 7)).square().mean())
         assert engine.is_gradient_accumulation_boundary() == (number == 1)
         engine.step()
     assert engine.device.type == "cpu"
     assert (engine.global_rank, engine.world_size, engine.dp_world_size) == (dist.get_rank(), 2, 2)
-    assert (engine.gradient_accumulation_steps(), engine.skipped_steps, engine.get_lr()) == (2, 0, [0.1])
+    assert (engine.gradient_accumulation_steps(), engine.skipped_steps, engine.get_lr()) == (2, 0, [0.05])
 
 
 @on_ranks(1)
 def test_a_script_may_tell_where_a_step_ends_and_divide_the_loss_itself():
     """tests/integrations compares such steps with those of DDP."""
-    engine = start(gradient_accumulation_steps=2)
+    engine, _ = start(Net(), "SGD", gradient_accumulation_steps=2)
     for number in range(3):
         engine.set_gradient_accumulation_boundary(number == 2)
         engine.backward(engine(numbers(number, 5, 7)).square().mean() / 3, scale_wrt_gas=False)
@@ -291,7 +285,7 @@ def test_a_script_may_tell_where_a_step_ends_and_divide_the_loss_itself():
 
 @on_ranks(2)
 def test_any_other_name_is_the_models_and_its_methods_do_not_compute_with_slices():
-    engine = start()
+    engine, _ = start(Net(), "SGD")
     assert (engine.hidden_size, engine.describe(), engine.layer) == (8, "a net", engine.module.layer)
     assert engine.module.config == {"pad_token_id": 5}
     assert not hasattr(engine, "vocabulary")

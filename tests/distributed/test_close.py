@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import SOME_STAGES, caught, numbers, square_loss, take_steps
+from tests.distributed.training import SOME_STAGES, caught, numbers, square_loss, start, take_steps
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
@@ -44,10 +44,6 @@ def sgd(parameters):
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def start(model, **options):
-    return zeroshard.initialize(model, sgd(model.parameters()), {"watchdog_s": 20, **options})
-
-
 # --------------------------------------------------------------------------------- the model is plain again
 
 
@@ -74,7 +70,7 @@ def test_a_closed_engine_gives_the_model_back_whole_and_plain(options):
     dtype = torch.bfloat16 if "main_dtype" in options.get("precision", {}) else torch.float32
     model, fresh = Net().to(dtype), Net().to(dtype)
     objects, before = dict(model.named_parameters(remove_duplicate=False)), traces(model)
-    engine = start(model, **options).engine
+    engine, _ = start(model, sgd, watchdog_s=20, **options)
     engine.register_forward_method("encode")
     take_steps(engine, range(2))
     with torch.no_grad():
@@ -110,7 +106,7 @@ def test_a_closed_engine_gives_the_model_back_whole_and_plain(options):
 def test_close_gives_back_the_memory_of_shards():
     for restore in (True, False):
         model = Net()
-        engine, optimizer, *_ = start(model, stage=2)
+        engine, optimizer = start(model, sgd, watchdog_s=20, stage=2)
         slices = list(engine.parameters())
         storage = weakref.ref(engine._runtime.buffers[0])
         take_steps(engine, range(2))
@@ -128,7 +124,7 @@ def test_close_gives_back_the_memory_of_shards():
 @on_ranks(2)
 def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
     model = Net()
-    engine, optimizer, *_ = start(model, stage=3)
+    engine, optimizer = start(model, sgd, watchdog_s=20, stage=3)
     take_steps(engine, range(2))
     weight, loss = next(engine.parameters()), square_loss(engine, 5)
     engine.close(restore)
@@ -173,7 +169,7 @@ def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
 @on_ranks(2)
 def test_close_does_not_write_over_a_parameter_that_was_replaced():
     model = Net()
-    engine = start(model, stage=3).engine
+    engine, _ = start(model, sgd, watchdog_s=20, stage=3)
     take_steps(engine, range(2))
     if dist.get_rank() == 1:
         model.frozen.weight = nn.Parameter(torch.ones(7, 7))
@@ -186,7 +182,7 @@ def test_close_does_not_write_over_a_parameter_that_was_replaced():
 @on_ranks(2)
 def test_close_at_the_wrong_time_is_refused_and_changes_nothing():
     model = Net()
-    engine = start(model, stage=3).engine
+    engine, _ = start(model, sgd, watchdog_s=20, stage=3)
     with engine.unsharded():
         inside = caught(engine.close)
     model.norm.register_forward_hook(lambda *_: engine.close())
@@ -201,7 +197,7 @@ def test_close_at_the_wrong_time_is_refused_and_changes_nothing():
 
 @on_ranks(2)
 def test_close_tells_that_a_save_in_the_background_failed(tmp_path):
-    engine = start(Net(), stage=3).engine
+    engine, _ = start(Net(), sgd, watchdog_s=20, stage=3)
     with mock.patch.object(saving, "write_part", side_effect=OSError("the disk is full")):
         engine.save_checkpoint(tmp_path, blocking=False)
         first, step, second = caught(engine.close), caught(engine.step), caught(engine.close)

@@ -20,6 +20,7 @@ from tests.distributed.training import (
     square_loss,
     start,
     step,
+    take_steps,
     token_loss,
 )
 from tests.ranks import on_ranks
@@ -64,8 +65,7 @@ def test_a_backward_that_failed_on_top_of_gradients_is_an_error_until_zero_grad(
         model = small_gpt()
         fuse = Fuse(model)
         engine, optimizer = start(model, stage=stage, gradient_accumulation_steps=2)
-        engine.backward(token_loss(engine, 0))
-        engine.step()
+        take_steps(engine, [0], token_loss)
         with fuse.burns():
             engine.backward(token_loss(engine, 9))
         engine.backward(token_loss(engine, 1))

@@ -9,7 +9,7 @@ from tests.distributed.training import finish, seeded, square_loss, take_steps, 
 from tests.ranks import on_ranks
 
 
-def start(stage):
+def scheduled_engine(stage):
     model = seeded(lambda: nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3)))
     groups = [{"params": layer.parameters()} for layer in model]
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
@@ -51,7 +51,7 @@ def interrupted(engine, where):
 
 def saved_after(where, folder):
     """What differs from a run that was not interrupted, after the checkpoint was loaded; or the error."""
-    engine, want, again = start(3), start(3), start(3)
+    engine, want, again = scheduled_engine(3), scheduled_engine(3), scheduled_engine(3)
     for each in (engine, want):
         take_steps(each, [0])
     engine.save_checkpoint(folder, "before")
@@ -84,7 +84,7 @@ def test_after_ctrl_c_inside_a_step_nothing_is_saved(tmp_path):
         assert "a step that was interrupted" in message
         assert "Load the last checkpoint" in message
     assert not list(tmp_path.glob("*/after*"))
-    engine = start(2)  # after a whole step a checkpoint can be saved again
+    engine = scheduled_engine(2)  # after a whole step a checkpoint can be saved again
     interrupted(engine, "step")
     engine.zero_grad()
     take_steps(engine, [0])

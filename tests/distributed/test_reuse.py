@@ -10,14 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.models import Recomputed, Tiny
-from tests.distributed.training import (
-    SOME_STAGES,
-    differences,
-    finish,
-    numbers,
-    replicate,
-    start,
-)
+from tests.distributed.training import SOME_STAGES, differences, finish, numbers, replicate, seeded, start
 from tests.ranks import on_ranks
 
 # ---------------------------------------------------------------------------------- activation checkpoints
@@ -77,8 +70,7 @@ def test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_grad
 @on_ranks(2)
 def test_two_engines_may_take_turns_and_feed_each_other():
     """A generator and a discriminator in turn."""
-    torch.manual_seed(0)
-    generator = Tiny(2)
+    generator = seeded(Tiny, 2)
     judge = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge)]
     replicas = [replicate(generator), replicate(judge)]

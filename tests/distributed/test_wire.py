@@ -33,6 +33,7 @@ from tests.distributed.training import (
     SendCounter,
     build,
     caught,
+    different,
     micro_batches,
     padded_size,
     small_gpt,
@@ -204,7 +205,7 @@ def test_a_second_copy_is_never_stale():
 
     want, _ = run()
     got, at_rest = run(reshard_after_forward=2)
-    found += [name for name in want if not torch.equal(want[name], got[name])]
+    found += different(got, want)
     assert (found, at_rest) == ([], 0)
 
 

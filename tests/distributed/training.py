@@ -171,6 +171,17 @@ def flat_values(engine: Engine) -> list[Tensor]:
         return [parameter.detach().reshape(-1).clone() for parameter in engine.parameters()]
 
 
+def values_after(engine: Engine, numbers: Iterable[int], loss: Loss) -> list[Tensor]:
+    """The whole parameters after steps on the batches of these numbers."""
+    take_steps(engine, numbers, loss)
+    return flat_values(engine)
+
+
+def part_of(engine: Engine, value: Tensor) -> Tensor:
+    """The rows of a batch of all ranks that this data-parallel rank takes."""
+    return value.chunk(engine.dp_world_size)[engine.dp_rank]
+
+
 @dataclass
 class Run:
     """What came of some steps."""
@@ -349,12 +360,19 @@ def padded_size(engine: Engine) -> int:
     return sum(unit.numel for unit in engine.units)
 
 
+def different(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
+    """Names under which two mappings do not hold the same bits, also those that only one of them has."""
+    both = got.keys() & want.keys()
+    same = {n for n in both if got[n].dtype == want[n].dtype and torch.equal(got[n], want[n])}
+    return sorted((got.keys() | want.keys()) - same)
+
+
 def unequal(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> Iterator[str]:
-    """Names under which two mappings do not hold the same bits."""
-    for name in sorted(got.keys() | want.keys()):
+    """How two mappings differ under the names of `different`."""
+    for name in different(got, want):
         if name not in got or name not in want:
             yield f"{what}: {name} is only in one"
-        elif not torch.equal(got[name], want[name]):
+        else:
             yield f"{what}: {name} differs by {(got[name] - want[name]).abs().max().item():g}"
 
 

@@ -45,7 +45,7 @@ def run(name, folder, *arguments):
     return printed.getvalue()
 
 
-def start(name, folder, *arguments):
+def launched(name, folder, *arguments):
     """Run an example that starts ranks by itself; return the lines that it prints."""
     env = environment(XDG_CACHE_HOME=str(folder / "cache"), RAY_USAGE_STATS_ENABLED="0")
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
@@ -86,7 +86,7 @@ def test_two_pipeline_ranks_train_and_another_layout_goes_on(ranks, cache, tmp_p
 
 @pytest.mark.long(seconds=30)
 def test_one_command_starts_all_ranks(tmp_path):
-    check(start("train_3d", tmp_path, "--output", tmp_path, "--dp", "1", "--tp", "1", *SMALL), tmp_path, 2)
+    check(launched("train_3d", tmp_path, "--output", tmp_path, "--dp", "1", "--tp", "1", *SMALL), tmp_path, 2)
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(cache, tmp_path, capsys):
@@ -186,7 +186,7 @@ def test_a_model_with_few_bits_learns_at_each_stage(ranks, cache):
 def test_ray_trains_on_two_workers_and_starts_them_again_after_one_has_died(tmp_path):
     pytest.importorskip("ray.train.torch")
     options = ("--storage", tmp_path / "runs", "--steps", "21", "--fail-at", "15")
-    printed = start("train_ray", tmp_path, *options)
+    printed = launched("train_ray", tmp_path, *options)
     match = re.search(r"last: \{'step': 20, 'loss': ([\d.]+), 'first': (\d+)\}", printed)
     assert match is not None, printed[-3000:]
     assert float(match[1]) < 4

@@ -7,6 +7,8 @@ import transformers
 from bitsandbytes.backends.default import ops
 from torch import nn
 
+from tests.distributed.training import part_of
+
 for name in ("_dequantize_blockwise_compute", "_dequantize_4bit_compute"):
     # Not compiled, which takes seconds for each shape. Both sides of a comparison compute with the same code.
     setattr(ops, name, getattr(ops, name).__wrapped__)
@@ -74,7 +76,7 @@ ADAPTERS = {
 }
 
 
-def build(kind, seed=0, width=64, adapter="lora"):
+def adapted_model(kind, seed=0, width=64, adapter="lora"):
     """All but plain LoRA have the classes of peft for codes, by the marks that transformers gives a model."""
     model = base(kind, seed, width)
     if adapter != "lora":
@@ -106,10 +108,10 @@ def plain(model, steps, num_parts=1):
     return losses
 
 
-def train(engine, steps):
+def losses_of(engine, steps):
     losses = []
     for number in steps:
-        part = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
+        part = part_of(engine, tokens_of(number))
         losses.append(engine.train_batch({"input_ids": part}, part).item())
     return losses
 

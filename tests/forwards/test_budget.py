@@ -13,8 +13,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import ALL_STAGES, take_steps
 from tests.forwards.peak import Peak
-from tests.parallel.models import build as build_model
-from tests.parallel.models import kind_of
+from tests.parallel.models import build, kind_of
 from tests.parallel.runs import compare, divided, plain
 from zeroshard.comm import streams
 from zeroshard.forwards.budget import PLANNED
@@ -41,7 +40,7 @@ class Blocks(nn.Sequential):
         return x
 
 
-def build(kind=Blocks, num=BLOCKS):
+def stack(kind=Blocks, num=BLOCKS):
     torch.manual_seed(0)
     return kind(*[Block() for _ in range(num)])
 
@@ -50,7 +49,7 @@ KEPT, INPUTS = ROWS * (WIDTH + 4 * WIDTH) * 4, ROWS * WIDTH * 4
 """Bytes that a block keeps: its input, and what tanh gives, the input of the other layer; or its input."""
 LOSS = 3 * INPUTS
 """Bytes of the output, of its gradient, and of what a loss makes of it."""
-STATES = 4 * sum(p.numel() for p in build().parameters()) * 4
+STATES = 4 * sum(p.numel() for p in stack().parameters()) * 4
 """Parameters, gradients and two states of AdamW, in float32."""
 
 
@@ -61,7 +60,7 @@ def batch(number, rows=ROWS):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def train(engine, steps, rows=ROWS, first=0):
+def run_steps(engine, steps, rows=ROWS, first=0):
     numbers = range(first, first + steps)
     return take_steps(engine, numbers, lambda model, number: model(batch(number, rows)).square().mean())
 
@@ -89,12 +88,12 @@ def held_after_forward(engine, rows=ROWS):
 @pytest.mark.parametrize("num_kept", [1, 2, BLOCKS])
 def test_as_many_blocks_keep_all_as_the_budget_has_room_for(num_kept):
     config = {"stage": 0, "recompute": "auto", "memory_budget": room_for(num_kept)}
-    engine = zeroshard.initialize(build(), adamw, config).engine
+    engine = zeroshard.initialize(stack(), adamw, config).engine
     assert names(engine) is None
-    losses = train(engine, PLANNED + 2)
+    losses = run_steps(engine, PLANNED + 2)
     assert names(engine) == ["recompute"] * (BLOCKS - num_kept) + ["keep"] * num_kept
     assert [unit.around[-1] for unit in engine.units if unit.name] == names(engine)
-    assert losses == train(zeroshard.initialize(build(), adamw, {"stage": 0}).engine, PLANNED + 2)
+    assert losses == run_steps(zeroshard.initialize(stack(), adamw, {"stage": 0}).engine, PLANNED + 2)
     held = num_kept * KEPT + (BLOCKS - num_kept) * INPUTS
     assert held <= held_after_forward(engine) <= held + 3 * INPUTS  # the output, its square
     engine.close(restore=False)
@@ -102,25 +101,25 @@ def test_as_many_blocks_keep_all_as_the_budget_has_room_for(num_kept):
 
 def test_a_larger_batch_is_measured_anew_and_a_smaller_one_is_not():
     config = {"stage": 0, "recompute": "auto", "memory_budget": room_for(5)}
-    engine = zeroshard.initialize(build(), adamw, config).engine
-    train(engine, 3)
+    engine = zeroshard.initialize(stack(), adamw, config).engine
+    run_steps(engine, 3)
     assert names(engine).count("keep") == 5
-    train(engine, 1, rows=ROWS // 2)
+    run_steps(engine, 1, rows=ROWS // 2)
     assert names(engine).count("keep") == 5
-    train(engine, 1, rows=2 * ROWS)
+    run_steps(engine, 1, rows=2 * ROWS)
     assert names(engine) is None
-    train(engine, 3, rows=2 * ROWS)
+    run_steps(engine, 3, rows=2 * ROWS)
     assert names(engine).count("keep") == 1  # in the place of its recomputation
     engine.close(restore=False)
 
 
 def test_a_budget_that_is_too_small_warns_and_all_blocks_recompute():
-    engine = zeroshard.initialize(build(), adamw, {"recompute": "auto", "memory_budget": 1000}).engine
-    train(engine, 2)
+    engine = zeroshard.initialize(stack(), adamw, {"recompute": "auto", "memory_budget": 1000}).engine
+    run_steps(engine, 2)
     with pytest.warns(
         UserWarning, match=r"memory_budget: 1000 B are not enough for this batch: all else takes"
     ):
-        train(engine, 1)
+        run_steps(engine, 1)
     assert names(engine) == ["recompute"] * (BLOCKS - 1) + ["keep"]  # the last one as a recomputation needs
     engine.close(restore=False)
 
@@ -130,7 +129,7 @@ class Headed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.head = build(num=16), nn.Linear(WIDTH, 8 * WIDTH)
+        self.blocks, self.head = stack(num=16), nn.Linear(WIDTH, 8 * WIDTH)
 
     def forward(self, x, labels=None, tiles=None):
         hidden = self.blocks(x)
@@ -177,12 +176,12 @@ def random_plans(folder):
     tiers = [{"optimizer": tier, "parameters": tier, "nvme_path": folder} for tier in ("cpu", "nvme")]
     configs = [*({"stage": stage} for stage in ALL_STAGES), *({"stage": 3, "offload": one} for one in tiers)]
     for config in ({"stage": 0}, *({**one, "recompute": "auto", "memory_budget": "1GB"} for one in configs)):
-        engine = zeroshard.initialize(build(), adamw, config).engine
-        losses = train(engine, 3)
+        engine = zeroshard.initialize(stack(), adamw, config).engine
+        losses = run_steps(engine, 3)
         for number in range(3, 6):
             if "recompute" in config:
                 choose(engine, choices)
-            losses += train(engine, 1, first=number)
+            losses += run_steps(engine, 1, first=number)
         found.append((losses, engine.full_state_dict()))
         engine.close(restore=False)
     return found
@@ -206,13 +205,13 @@ def test_compiled_blocks_keep_and_recompute_with_the_same_bits():
     found = []
     for config in ({}, {"recompute": "auto", "memory_budget": room_for(3)}):
         torch._dynamo.reset()
-        engine = zeroshard.initialize(build(), adamw, {"stage": 3, "compile": True, **config}).engine
-        losses = train(engine, PLANNED + 2)
+        engine = zeroshard.initialize(stack(), adamw, {"stage": 3, "compile": True, **config}).engine
+        losses = run_steps(engine, PLANNED + 2)
         around = [unit.around[1:] for unit in engine.units if unit.name]
         for names in (["keep"] * BLOCKS, ["recompute"] * BLOCKS, ["keep", "recompute"] * (BLOCKS // 2)):
             if config:
                 engine._runtime.budget._name(names)
-            losses += train(engine, 1)
+            losses += run_steps(engine, 1)
         found.append((losses, engine.full_state_dict()))
         engine.close(restore=False)
     assert {*around} == {("recompute", "compile"), ("keep", "compile")}
@@ -240,10 +239,10 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, num_ranks, conf
 def choices_of_tensor_ranks():
     config = {"stage": 0, "mesh": {"tp": 2}, "recompute": "auto", "memory_budget": room_for(3)}
     plan = {"*.up": "colwise", "*.down": "rowwise"}
-    engine = zeroshard.initialize(build(), adamw, config, tp_plan=plan).engine
+    engine = zeroshard.initialize(stack(), adamw, config, tp_plan=plan).engine
     if dist.get_rank():
         engine._runtime.budget.take_peak = lambda: 10**9  # by itself it would have no room
-    train(engine, PLANNED + 1)
+    run_steps(engine, PLANNED + 1)
     return names(engine)
 
 
@@ -261,11 +260,12 @@ def test_a_sequential_recomputes_runs_in_runs_where_that_is_less(stage):
     num, states = 16, 16 * STATES // BLOCKS
     room = 8 * INPUTS + 2 * KEPT
     config = {"stage": stage, "recompute": "auto", "memory_budget": states + room}
-    engine = zeroshard.initialize(build(nn.Sequential, num), adamw, config).engine
-    losses = train(engine, PLANNED + 2)
+    engine = zeroshard.initialize(stack(nn.Sequential, num), adamw, config).engine
+    losses = run_steps(engine, PLANNED + 2)
     budget = engine._runtime.budget
     assert any(isinstance(inner, list) for part in budget.tree if isinstance(part, list) for inner in part)
-    assert losses == train(zeroshard.initialize(build(num=num), adamw, {"stage": stage}).engine, PLANNED + 2)
+    without = zeroshard.initialize(stack(num=num), adamw, {"stage": stage}).engine
+    assert losses == run_steps(without, PLANNED + 2)
     x = batch(0)
     with Peak([x, *engine.module.parameters()]) as live:
         loss = engine(x).square().mean()
@@ -283,7 +283,7 @@ def pipelined(config, num, room):
     for own in ({}, {"recompute": "auto", "memory_budget": states + room}):
         pipeline = {"num_microbatches": 4, **config.get("pipeline", {})}
         given = {"mesh": {"pp": 2}, **config, **own, "pipeline": pipeline}
-        model, loss_fn = build(nn.Sequential, num), nn.functional.mse_loss
+        model, loss_fn = stack(nn.Sequential, num), nn.functional.mse_loss
         engine = zeroshard.initialize(model, adamw, given, loss_fn=loss_fn).engine
         pairs = [(batch(n, 4 * ROWS), batch(100 + n, 4 * ROWS)) for n in range(PLANNED + 3)]
         losses = [engine.train_batch(*pair).item() for pair in pairs[1:]]
@@ -327,7 +327,7 @@ def test_micro_batches_in_flight_share_the_budget_of_a_pipeline_rank(
 def test_an_estimate_tells_what_a_budget_costs():
     def of_budget(config):
         loss = lambda model: model(torch.empty(ROWS, WIDTH)).square().mean()  # noqa: E731
-        return zeroshard.estimate(build(), 1, {"stage": 0, **config}, host_computes=True, loss_of=loss)
+        return zeroshard.estimate(stack(), 1, {"stage": 0, **config}, host_computes=True, loss_of=loss)
 
     keep, unit = of_budget({}), of_budget({"recompute": "unit"})
     times = []
@@ -410,18 +410,18 @@ def test_a_step_takes_the_seconds_that_are_predicted(kind, room, root, monkeypat
 @pytest.mark.parametrize(
     ("make", "config", "error"),
     [
-        (build, {"memory_budget": "1GB"}, "recompute"),
-        (build, {"recompute": "auto"}, "memory_budget: expected bytes on the CPU"),
-        (build, {"recompute": "auto", "memory_budget": 0.5}, "memory_budget: expected bytes on the CPU"),
-        (build, {"recompute": "auto", "memory_budget": "many"}, "a size such as '60GB'"),
+        (stack, {"memory_budget": "1GB"}, "recompute"),
+        (stack, {"recompute": "auto"}, "memory_budget: expected bytes on the CPU"),
+        (stack, {"recompute": "auto", "memory_budget": 0.5}, "memory_budget: expected bytes on the CPU"),
+        (stack, {"recompute": "auto", "memory_budget": "many"}, "a size such as '60GB'"),
         (lambda: nn.Linear(2, 2), {"recompute": "auto", "memory_budget": "1GB"}, "expected repeated blocks"),
         (
-            build,
+            stack,
             {"recompute": "auto", "memory_budget": "1GB", "offload": {"activations": "cpu"}},
             "recompute",
         ),
         (
-            lambda: build_model("Llama"),
+            lambda: build("Llama"),
             {"recompute": "auto", "memory_budget": "1GB", "units": ["LlamaDecoderLayer", "LlamaMLP"]},
             "no unit inside of one",
         ),
@@ -444,9 +444,9 @@ def test_pipelines_that_step_late_or_are_traced_have_no_budget(pipeline):
 def test_a_model_that_calls_a_block_twice_is_no_chain():
     found = []
     for config in ({}, {"recompute": "auto", "memory_budget": STATES // 3 + LOSS + 2 * KEPT}):
-        blocks = build(nn.Sequential, 2)
+        blocks = stack(nn.Sequential, 2)
         engine = zeroshard.initialize(nn.Sequential(*blocks, *blocks), adamw, {"stage": 0, **config}).engine
-        found.append(train(engine, PLANNED + 1))
+        found.append(run_steps(engine, PLANNED + 1))
         engine.close(restore=False)
     assert found[0] == found[1]
 
@@ -456,7 +456,7 @@ class Graph(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = build(nn.Sequential)
+        self.blocks = stack(nn.Sequential)
         self.edges = torch.eye(ROWS).to_sparse()
 
     def forward(self, x):
@@ -468,11 +468,11 @@ def test_a_root_may_save_sparse_tensors():
     for config in ({}, {"recompute": "auto", "memory_budget": room_for(1)}):
         torch.manual_seed(0)
         engine = zeroshard.initialize(Graph(), adamw, {"stage": 0, **config}).engine
-        found.append(train(engine, 3))
+        found.append(run_steps(engine, 3))
         engine.close(restore=False)
     assert found[0] == found[1]
 
 
 def test_a_module_without_an_engine_has_no_budget():
     with pytest.raises(ValueError, match=r"expected 'none', 'lean' or 'unit' for shard\(\)"):
-        zeroshard.shard(build(), {"recompute": "auto", "memory_budget": "1GB"})
+        zeroshard.shard(stack(), {"recompute": "auto", "memory_budget": "1GB"})

@@ -23,15 +23,15 @@ from tests.forwards.quantized import (
     TARGETS,
     VOCABULARY,
     adamw,
+    adapted_model,
     base,
-    build,
     llama,
+    losses_of,
     plain,
     quantized,
     same_bits,
     same_state,
     tokens_of,
-    train,
     weight_of,
 )
 from tests.ranks import on_ranks
@@ -55,11 +55,11 @@ LAYOUTS = [
 @pytest.mark.parametrize(("num_ranks", "stage", "kind", "adapter"), LAYOUTS)
 @on_ranks()
 def test_adapters_train_as_in_one_process_to_the_bit(num_ranks, stage, kind, adapter):
-    model, rank = build(kind, adapter=adapter), dist.get_rank()
+    model, rank = adapted_model(kind, adapter=adapter), dist.get_rank()
     want = plain(model, range(3), num_ranks)
-    sharded = build(kind, seed=10 * rank, adapter=adapter)  # all get the codes and scales of rank 0
+    sharded = adapted_model(kind, seed=10 * rank, adapter=adapter)  # all get the codes and scales of rank 0
     engine = zeroshard.initialize(sharded, adamw, {"stage": stage}).engine
-    assert train(engine, range(3)) == want
+    assert losses_of(engine, range(3)) == want
     found = engine.full_state_dict()
     engine.close()
     if not rank:  # the model is an ordinary one again; the optimizer begins anew on both sides
@@ -74,14 +74,14 @@ def test_adapters_train_as_in_one_process_to_the_bit(num_ranks, stage, kind, ada
 @on_ranks(2)
 def test_codes_are_not_cast_to_the_compute_dtype():
     kind = "nf4 twice in float32"
-    want = build(kind).state_dict()
-    model = build(kind)
+    want = adapted_model(kind).state_dict()
+    model = adapted_model(kind)
     config = {"stage": 3, "precision": {"param_dtype": "bfloat16"}}
     engine = zeroshard.initialize(model, adamw, config).engine
-    losses = train(engine, range(3))
+    losses = losses_of(engine, range(3))
     state = engine.full_state_dict()
     state = {name: value for name, value in state.items() if "base_layer" in name or ".mlp." in name}
-    assert losses == pytest.approx(plain(build(kind), range(3), 2), rel=1e-2)  # bf16 has 8 bits
+    assert losses == pytest.approx(plain(adapted_model(kind), range(3), 2), rel=1e-2)  # bf16 has 8 bits
     for name, value in state.items():
         if "lora_" not in name:
             assert same_bits(value, want[name]), name
@@ -107,7 +107,7 @@ def beside(model):
 )
 @on_ranks(2)
 def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(kind, stage):
-    model = build(kind, width=256)
+    model = adapted_model(kind, width=256)
     sizes = {
         "frozen": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
         "scales": sum(tensor.nbytes for tensor in beside(model)),
@@ -118,7 +118,7 @@ def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(kind, stage):
     num_params = sum(shape.numel() for shape in shapes)
     engine = zeroshard.initialize(model, adamw, config).engine
     assert engine.num_parameters() == num_params
-    train(engine, range(1))
+    losses_of(engine, range(1))
     buffers = [buffer for unit in engine._runtime.units for buffer in unit.buffers if not buffer.trainable]
     held = sum(buffer.main.nbytes + buffer.full.untyped_storage().nbytes() for buffer in buffers)
     report = engine.memory_report()
@@ -135,16 +135,16 @@ def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(kind, stage):
 
 def saved(kind, stage, frozen, directory):
     config = {"stage": stage, "checkpoint": {"frozen": frozen}}
-    engine = zeroshard.initialize(build(kind), adamw, config).engine
-    train(engine, range(2))
+    engine = zeroshard.initialize(adapted_model(kind), adamw, config).engine
+    losses_of(engine, range(2))
     engine.save_checkpoint(directory)
-    return train(engine, range(2, 4)), engine.full_state_dict()
+    return losses_of(engine, range(2, 4)), engine.full_state_dict()
 
 
 def loaded(kind, stage, seed, directory):
-    engine = zeroshard.initialize(build(kind, seed), adamw, {"stage": stage}).engine
+    engine = zeroshard.initialize(adapted_model(kind, seed), adamw, {"stage": stage}).engine
     engine.load_checkpoint(directory)
-    return train(engine, range(2, 4)), engine.full_state_dict()
+    return losses_of(engine, range(2, 4)), engine.full_state_dict()
 
 
 @pytest.mark.long_where(kind=["int8"])
@@ -204,7 +204,7 @@ def dequantized_base(kind):
 def test_a_whole_export_is_the_model_that_peft_merges_into_dequantized_weights(
     tmp_path, kind, adapters, config
 ):
-    want, model = dequantized_base(kind), build(kind) if adapters else base(kind)
+    want, model = dequantized_base(kind), adapted_model(kind) if adapters else base(kind)
     if adapters:
         own = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
         want = peft.get_peft_model(want, model.peft_config["default"])
@@ -221,7 +221,7 @@ def test_a_whole_export_is_the_model_that_peft_merges_into_dequantized_weights(
             engine.save_pretrained(tmp_path / "out", dequantize=True)
     engine.save_pretrained(tmp_path / "out", merge_adapters=adapters, dequantize=not adapters)
     if adapters:  # training goes on as before
-        assert train(engine, range(2)) == plain(build(kind), range(2), 2)
+        assert losses_of(engine, range(2)) == plain(adapted_model(kind), range(2), 2)
     content = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in content
     assert content["architectures"] == ["LlamaForCausalLM"]
@@ -233,10 +233,10 @@ def test_a_whole_export_is_the_model_that_peft_merges_into_dequantized_weights(
 @on_ranks(2)
 def test_adapters_around_weights_that_are_not_sharded_are_not_left_out_of_a_merge():
     config = {"stage": 3, "ignored": ["*q_proj.base_layer.weight"]}
-    engine = zeroshard.initialize(build("nf4"), adamw, config).engine
+    engine = zeroshard.initialize(adapted_model("nf4"), adamw, config).engine
     with pytest.raises(ValueError, match=r"q_proj.base_layer.weight', which is ignored, has an adapter"):
         engine.named_full_parameters(merge_adapters=True)
-    assert train(engine, range(1)) == plain(build("nf4"), range(1), 2)
+    assert losses_of(engine, range(1)) == plain(adapted_model("nf4"), range(1), 2)
 
 
 @on_ranks(2)
@@ -304,7 +304,7 @@ def test_mistakes_are_named_on_all_ranks():
         (other_blocks, {}, "is quantized in another way on some ranks"),
         (nothing, {"mesh": {"tp": 2}}, "holds codes of a quantized weight, which tensor ranks cannot divide"),
     ):
-        model = build("nf4 twice")
+        model = adapted_model("nf4 twice")
         change(model, dist.get_rank())
         with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
             zeroshard.initialize(model, adamw, config)
@@ -312,16 +312,16 @@ def test_mistakes_are_named_on_all_ranks():
 
 @on_ranks(2)
 def test_adapters_are_not_merged_into_the_codes_of_an_engine():
-    model = build("nf4 twice", adapter="rslora")
+    model = adapted_model("nf4 twice", adapter="rslora")
     want = plain(model, range(3), 2)
     want += plain(model, range(3, 4), 2)
-    model = build("nf4 twice", adapter="rslora")
+    model = adapted_model("nf4 twice", adapter="rslora")
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    losses = train(engine, range(1))
+    losses = losses_of(engine, range(1))
     for shown in (nullcontext, functools.partial(engine.unsharded, write_back=True)):
         with shown(), pytest.raises(RuntimeError, match=r"merge\(\) .* of an adapter around codes"):
             model.merge_adapter()
-    losses += train(engine, range(1, 3))
+    losses += losses_of(engine, range(1, 3))
     engine.close()
     losses += plain(model, range(3, 4), 2)
     model.merge_adapter()
@@ -349,7 +349,7 @@ def test_codes_that_are_to_be_trained_are_refused():
 )
 @on_ranks(2)
 def test_a_stream_has_weights_and_not_codes(kind, adapter, merge_adapters):
-    model = build(kind, adapter=adapter)
+    model = adapted_model(kind, adapter=adapter)
     want = {name: p.detach() for name, p in model.named_parameters() if p.dtype == torch.float32}
     for name, layer in model.named_modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
@@ -362,13 +362,13 @@ def test_a_stream_has_weights_and_not_codes(kind, adapter, merge_adapters):
             name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in want
         }
         want = {plain_names[name]: value for name, value in want.items() if "lora_" not in name}
-    engine = zeroshard.initialize(build(kind, adapter=adapter), adamw, {"stage": 3}).engine
+    engine = zeroshard.initialize(adapted_model(kind, adapter=adapter), adamw, {"stage": 3}).engine
     stream = engine.named_full_parameters(dtype=torch.float32, merge_adapters=merge_adapters)
     same_state({name: value.cpu() for name, value in stream}, want)
 
 
 def with_threshold():
-    model = build("int8")
+    model = adapted_model("int8")
     for layer in model.modules():
         if hasattr(layer, "state") and hasattr(layer.state, "threshold"):
             layer.state.threshold = 0.5
@@ -380,7 +380,7 @@ def test_outliers_of_8_bits_are_computed_as_in_one_process():
     model, tokens = with_threshold(), tokens_of(9)
     engine = zeroshard.initialize(with_threshold(), adamw, {"stage": 3}).engine
     for steps in ([], range(2)):
-        assert train(engine, steps) == plain(model, steps, 2)
+        assert losses_of(engine, steps) == plain(model, steps, 2)
         model.eval()
         with torch.no_grad():
             want = model(input_ids=tokens, labels=tokens).loss.item()

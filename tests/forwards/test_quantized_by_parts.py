@@ -15,7 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard
-from tests.forwards.quantized import ADAPTERS, adamw, llama, plain, same_bits, same_state, train, weight_of
+from tests.forwards.quantized import (
+    ADAPTERS,
+    adamw,
+    llama,
+    losses_of,
+    plain,
+    same_bits,
+    same_state,
+    weight_of,
+)
 from tests.ranks import on_ranks
 from zeroshard.lazy.deferred import Codes
 from zeroshard.plan.layout import Span
@@ -100,7 +109,7 @@ def test_the_model_is_the_one_that_transformers_quantizes(folder, num_ranks, sta
     want = plain(model, range(3), num_ranks)
     if options and num_ranks == 4:  # two groups of ranks add up their gradients first
         want = pytest.approx(want, rel=1e-6)
-    assert train(engine, range(3)) == want
+    assert losses_of(engine, range(3)) == want
 
 
 @pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])

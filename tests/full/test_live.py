@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 import zeroshard
 from tests.distributed.models import Layered
-from tests.distributed.training import build, live_bytes, square_loss, start, step, token_loss, unequal
+from tests.distributed.training import (
+    build,
+    live_bytes,
+    start,
+    step,
+    take_steps,
+    token_loss,
+    unequal,
+)
 from tests.ranks import on_ranks
 
 
@@ -160,8 +168,7 @@ def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks():
     refused("'frozen.weight' is frozen", engine.set_full_gradient, "frozen.weight", torch.zeros(7, 7))
     none = f"expected states of '{name}' (none before the first step), got 'exp_avg'"
     refused(none, engine.set_full_optimizer_state, name, {"exp_avg": whole})
-    engine.backward(square_loss(engine, 0))
-    engine.step()
+    take_steps(engine, [0])
     after = f"expected states of '{name}' (step, exp_avg, exp_avg_sq), got 'exp_agv'"
     refused(after, engine.set_full_optimizer_state, name, {"exp_agv": whole})
     with engine.unsharded():

@@ -15,7 +15,7 @@ MAX_NORM = 0.5
 DIVIDED = {"whole rows": (runs, runs.Model), "parts of the sequence": (sequences, sequences.Model)}
 
 
-def build(name):
+def model_of(name):
     torch.manual_seed(0)
     return DIVIDED[name][1]() if name in DIVIDED else pipelined.MODELS[name]()
 
@@ -35,7 +35,7 @@ def loss_of(name, model, tokens):
 
 def plain(name, device):
     """Losses, norms and parameters of one process."""
-    model, losses, norms = build(name).to(device), [], []
+    model, losses, norms = model_of(name).to(device), [], []
     optimizer = pipelined.sgd(model.parameters())
     for number in STEPS:
         loss = loss_of(name, model, tokens_of(name, number, device))
@@ -51,7 +51,7 @@ def plain(name, device):
 def trained(name, config, plan=None):
     """Losses, norms, parameters and digests of this rank; and the values of one process, on rank 0."""
     config = {"clip_grad_norm": MAX_NORM, **config}
-    engine = zeroshard.initialize(build(name), pipelined.sgd, config, tp_plan=plan).engine
+    engine = zeroshard.initialize(model_of(name), pipelined.sgd, config, tp_plan=plan).engine
     if name in DIVIDED:
         losses, norms, size = [], [], DIVIDED[name][0].BATCH // engine.dp_world_size
         own = slice(engine.dp_rank * size, (engine.dp_rank + 1) * size)

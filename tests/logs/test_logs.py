@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.training import SOME_STAGES, caught, square_loss, start
+from tests.distributed.training import SOME_STAGES, caught, seeded, square_loss, start
 from tests.ranks import on_ranks
 from zeroshard.logs.steplog import RunFacts, Share, Target, combine, open_target
 
@@ -69,10 +69,9 @@ class Trained(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
 
-def train(num_steps: int, every: int, is_logged: bool = True, **config: Any) -> Trained:
+def log_a_training(num_steps: int, every: int, is_logged: bool = True, **config: Any) -> Trained:
     """Train with a schedule; note by hand the loss, norm and learning rate of each step."""
-    torch.manual_seed(0)
-    model = Tiny()
+    model = seeded(Tiny)
     optimizer = SGD(model.parameters(), lr=0.1)
     schedule = LambdaLR(optimizer, lambda step: 1 / (step + 1))
     engine = zeroshard.initialize(model, optimizer, config, lr_scheduler=schedule).engine
@@ -97,7 +96,7 @@ def train(num_steps: int, every: int, is_logged: bool = True, **config: Any) -> 
 @pytest.mark.parametrize(("num_ranks", "num_micro"), [(1, 2), (3, 1), (2, 2)])
 def test_metrics_are_those_of_all_ranks(ranks: Any, num_ranks: int, num_micro: int) -> None:
     config = {"stage": 3, "clip_grad_norm": 1.0, "gradient_accumulation_steps": num_micro}
-    first, *others = ranks(num_ranks, train, 5, 2, **config)
+    first, *others = ranks(num_ranks, log_a_training, 5, 2, **config)
     assert not any(other.metrics for other in others)
     assert [metrics["step"] for metrics in first.metrics] == [2, 4, 5]
     assert first.num_closed == 1
@@ -116,7 +115,7 @@ def test_metrics_are_those_of_all_ranks(ranks: Any, num_ranks: int, num_micro: i
 def test_a_log_changes_no_bit_of_a_training() -> None:
     for stage in SOME_STAGES:
         config = {"stage": stage, "clip_grad_norm": 1.0}
-        logged, plain = (train(4, 1, is_logged, **config) for is_logged in (True, False))
+        logged, plain = (log_a_training(4, 1, is_logged, **config) for is_logged in (True, False))
         assert not plain.metrics
         assert logged.losses == plain.losses
         assert all(torch.equal(value, plain.parameters[name]) for name, value in logged.parameters.items())

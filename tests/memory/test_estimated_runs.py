@@ -41,7 +41,7 @@ class Case(NamedTuple):
     weight_bits: int | None = None
 
 
-def build(weight_bits: int | None = None) -> nn.Module:
+def llama(weight_bits: int | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     if weight_bits is None:
@@ -180,7 +180,7 @@ def measured(cases: list[Case], path: str) -> list[Measured]:
 
 def measure(config: dict[str, Any], bits: int, weight_bits: int | None) -> Measured:
     make = AdamW8bit if bits == 8 else torch.optim.AdamW
-    engine, optimizer, *_ = zeroshard.initialize(build(weight_bits), lambda p: make(p, lr=1e-3), config)
+    engine, optimizer, *_ = zeroshard.initialize(llama(weight_bits), lambda p: make(p, lr=1e-3), config)
     before = []
     optimizer.register_step_pre_hook(lambda *_: before.append(engine.memory_report()))
 
@@ -224,7 +224,7 @@ def wrong(num_ranks: int, case: Case, of_ranks: list[Measured], path: str) -> li
     """The differences of a case, for the rank that holds most."""
     is_pipeline = case.config.get("mesh", {}).get("pp", 1) > 1
     foretold = zeroshard.estimate(
-        build(case.weight_bits),
+        llama(case.weight_bits),
         num_ranks,
         with_path(case.config, path),
         optimizer_bits=case.bits,
@@ -266,7 +266,7 @@ PIPELINES = {
 @pytest.mark.long
 @pytest.mark.parametrize("only", ["1f1b", "gpipe", "interleaved", "zb-h1"])
 def test_plans_of_pipelines_count_what_their_ranks_hold(ranks, only):
-    subject = Subject(build(), lambda num: loss_of_tokens((num, LENGTH)))
+    subject = Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)))
     predictor = Predictor(subject, CLUSTERS["2xCPU"], SAMPLES * MICROBATCHES)
     choices = [choice for choice in PIPELINES if choice.schedule == only]
     answers = ranks(2, measured, [Case(predictor.config(choice)) for choice in choices], "", timeout=300)

@@ -5,6 +5,8 @@ import zlib
 import torch
 from torch import nn
 
+from tests.distributed.training import seeded
+
 FUSED = (30, 10, 11)
 
 
@@ -61,13 +63,11 @@ class Net(nn.Module):
         return linear(own, step) + sum(layer(step) for layer in self.layers)
 
 
-def build(*, with_zeros=False):
-    """The model, perhaps with parameters whose values or gradients are 0."""
-    torch.manual_seed(0)
-    model = Net()
-    if with_zeros:
-        model.zero = nn.Parameter(torch.zeros(5, 60))
-        model.without_gradient = nn.Parameter(torch.randn(7, 50))
+def net_with_zeros():
+    """The model with parameters whose values or gradients are 0."""
+    model = seeded(Net)
+    model.zero = nn.Parameter(torch.zeros(5, 60))
+    model.without_gradient = nn.Parameter(torch.randn(7, 50))
     return model
 
 

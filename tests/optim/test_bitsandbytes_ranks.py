@@ -69,7 +69,7 @@ def by_class(make):
     return found
 
 
-def train(make):
+def stepped(make):
     bnb.GlobalOptimManager.get_instance().initialize()
     model = seeded(Net)
     engine, optimizer = start(model, make(model), stage=3)
@@ -105,7 +105,7 @@ def join(part, whole_size):
 
 def trained(kind):
     make = getattr(bnb, f"{kind}8bit")
-    engine, optimizer = train(lambda model: make(model.parameters(), **options_of(kind)))
+    engine, optimizer = stepped(lambda model: make(model.parameters(), **options_of(kind)))
     assert type(optimizer) is make
     return gather(engine, optimizer)
 
@@ -140,7 +140,7 @@ def test_overrides_of_modules_are_honoured():
         manager.register_module_override(model.layers[1], "bias", {"min_8bit_size": 300})
         return optimizer
 
-    engine, optimizer = train(make)
+    engine, optimizer = stepped(make)
     names = ["layers.0.odd", "layers.1.weight", "layers.1.odd", "layers.1.bias"]
     assert [name for name, p in engine.named_parameters() if num_bits(optimizer, p) == 8] == names
     found = gather(engine, optimizer)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.training import STAGES, start
-from tests.optim.matrices import build, gradient, is_used
+from tests.distributed.training import STAGES, seeded, start
+from tests.optim.matrices import Net, gradient, is_used, net_with_zeros
 from tests.ranks import on_ranks
 from zeroshard.optim import LAMB, LARS, AdamW8bit
 from zeroshard.optim.adopted import check_optimizer
@@ -103,7 +103,7 @@ def distance(got, want):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_parameters_follow_the_formula_of_the_paper(kind):
-    model = build(with_zeros=True)
+    model = net_with_zeros()
     want, optimizer = by_formula(kind, model), grouped(kind, model)
     for step in range(NUM_STEPS):
         model(step).backward()
@@ -111,13 +111,13 @@ def test_plain_parameters_follow_the_formula_of_the_paper(kind):
         optimizer.zero_grad()
     for name, p in model.named_parameters():
         assert distance(p.detach(), want[name]) <= 1e-6, name
-    assert torch.equal(model.unused, build(with_zeros=True).unused)
+    assert torch.equal(model.unused, net_with_zeros().unused)
     assert want["zero"].norm() > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closure_is_run_with_gradients_and_its_loss_returned(kind):
-    model = build(with_zeros=True)
+    model = net_with_zeros()
     optimizer = grouped(kind, model)
 
     def closure():
@@ -125,7 +125,7 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned(kind):
         loss.backward()
         return loss
 
-    assert optimizer.step(closure) == build(with_zeros=True)(0)
+    assert optimizer.step(closure) == net_with_zeros()(0)
     assert optimizer.step() is None
 
 
@@ -150,7 +150,7 @@ def test_only_our_own_are_taken_over_and_a_class_derived_from_them_with_a_warnin
 def shard(kind, configs):
     """Distances; differences between stages and ranks; exchanges a step; parameters owned by nobody here."""
     found, bits, num_unowned = [], {}, 0
-    model = build(with_zeros=True)
+    model = net_with_zeros()
     want = by_formula(kind, model)
     for config in configs:
         own = copy.deepcopy(model)
@@ -197,7 +197,7 @@ def test_all_stages_follow_the_formula_with_one_exchange_a_step_and_the_same_bit
 
 @on_ranks(2)
 def test_a_step_without_any_gradient_exchanges_and_changes_nothing():
-    model = build()
+    model = seeded(Net)
     engine, optimizer = start(model, grouped("LAMB", model), stage=3)
     engine.reset_comm_report()
     optimizer.step()

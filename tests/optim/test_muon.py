@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed import training
-from tests.distributed.training import ALL_STAGES, refused
+from tests.distributed.training import ALL_STAGES, refused, seeded, start
 from tests.optim.matrices import (
     FUSED,
-    build,
+    Net,
     give_gradients,
     gradient,
     is_used,
@@ -41,7 +40,7 @@ def optimizer_of(model):
 
 def plain():
     """Zeroshard's Muon in one process, over a model that is not sharded."""
-    model = build()
+    model = seeded(Net)
     step_plainly(model, optimizer_of(model), range(NUM_STEPS))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -56,7 +55,7 @@ def parts_of(name, whole):
 def by_torch():
     """Torch's own Muon and AdamW, with a parameter of its own for each matrix."""
     hidden = ("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused")
-    named = dict(build().named_parameters())
+    named = dict(seeded(Net).named_parameters())
     parts = {name: [nn.Parameter(q.clone()) for q in parts_of(name, p.detach())] for name, p in named.items()}
     lists = [], []
     for name, p in named.items():
@@ -73,9 +72,9 @@ def by_torch():
     return {name: whole.view(named[name].shape) for name, whole in flat.items()}
 
 
-def start(**config):
-    model = build()
-    return training.start(model, optimizer_of(model), **config)
+def muon(**config):
+    model = seeded(Net)
+    return start(model, optimizer_of(model), **config)
 
 
 # ------------------------------------------------------------------------------------------ one process
@@ -164,7 +163,7 @@ def names_of(groups):
 
 
 def test_hidden_matrices_go_to_muon_and_all_else_to_adamw():
-    groups = muon_groups(build(), muon=MUON, adamw=ADAMW, split={"*fused": FUSED})
+    groups = muon_groups(seeded(Net), muon=MUON, adamw=ADAMW, split={"*fused": FUSED})
     layers = [f"layers.{at}." for at in range(2)]
     hidden = ("wide.weight", "tall.weight", "experts", "sometimes")
     assert names_of(groups) == [
@@ -244,7 +243,7 @@ def shard(configs, want):
     """Differences from one process, exchanges of a step, and parameters that this rank has nothing of."""
     found, num_unowned = [], 0
     for config in configs:
-        engine, optimizer = start(**config)
+        engine, optimizer = muon(**config)
         step_sharded(engine, optimizer, range(1))
         engine.reset_comm_report()
         step_sharded(engine, optimizer, range(1, 2))
@@ -271,7 +270,7 @@ def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(rank
 
 @on_ranks(2)
 def test_a_step_without_any_gradient_exchanges_and_changes_nothing():
-    engine, optimizer = start(stage=3)
+    engine, optimizer = muon(stage=3)
     engine.reset_comm_report()
     optimizer.step()
     assert (engine.comm_report().calls["all_to_all"], len(optimizer.state)) == (0, 0)
@@ -279,7 +278,7 @@ def test_a_step_without_any_gradient_exchanges_and_changes_nothing():
 
 @on_ranks(2)
 def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_whole():
-    model = build()
+    model = seeded(Net)
     runtime = zeroshard.shard(model, {"stage": 3})
     matrices = [(name, p) for name, p in model.named_parameters() if "tall" in name or name == "row"]
     with pytest.raises(ValueError, match=r"'layers\.0\.wide\.bias': expected a matrix"):
@@ -301,7 +300,7 @@ def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_w
 
 @on_ranks(1)
 def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name():
-    model, other = build(), build()
+    model, other = seeded(Net), seeded(Net)
     runtime, _ = zeroshard.shard(model, {"stage": 3}), zeroshard.shard(other, {"stage": 3})
     optimizer = Muon([other.row])
     runtime.attach(optimizer)
@@ -313,7 +312,7 @@ def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(
 
 @on_ranks(2)
 def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks():
-    engine, optimizer = start(stage=3)
+    engine, optimizer = muon(stage=3)
     step_sharded(engine, optimizer, range(1))
     give_gradients(engine, 0)
     for name, p in engine.named_parameters():
@@ -326,7 +325,7 @@ def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks():
 
 def deferred(stage):
     """The parameters for which this rank has made a deferred tensor, and those that it has computed."""
-    engine, optimizer = start(stage=stage)
+    engine, optimizer = muon(stage=stage)
     parameters = [p for p in engine.parameters() if len(p.full_shape) == 2]
     seen, owned = [], []
 

@@ -6,8 +6,8 @@ The gradients are multiples of 1/64, so their mean over two or four ranks is exa
 import pytest
 
 import zeroshard
-from tests.distributed.training import STAGES, numbers, own_loss, take_steps
-from tests.optim.matrices import build, unequal
+from tests.distributed.training import STAGES, numbers, own_loss, start, take_steps
+from tests.optim.matrices import net_with_zeros, unequal
 from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
 from tests.ranks import on_ranks
@@ -22,14 +22,10 @@ def optimizer_of(model, **more):
     return Muon(muon_groups(model, muon=MUON, adamw=ADAMW, **more))
 
 
-def start(config, **more):
-    model = build(with_zeros=True)
-    return zeroshard.initialize(model, optimizer_of(model), config, **more).engine
-
-
 def run(stage, want=None):
     """The parameters of bfloat16 after all steps, or those that differ; the fuzz has other precisions."""
-    engine = start({"stage": stage, "precision": {"main_dtype": "bf16", "param_dtype": "bf16"}})
+    model, precision = net_with_zeros(), {"main_dtype": "bf16", "param_dtype": "bf16"}
+    engine, _ = start(model, optimizer_of(model), stage=stage, precision=precision)
     take_steps(engine, range(NUM_STEPS), own_loss)
     state = engine.full_state_dict()
     engine.close(restore=False)
@@ -44,8 +40,9 @@ def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks):
 
 @on_ranks(2)
 def test_steps_in_backward_are_refused_by_name():
+    model = net_with_zeros()
     with pytest.raises(ValueError, match=r"offload\.step_in_backward: expected an optimizer.* got Muon"):
-        start({"stage": 3, "offload": {"step_in_backward": True}})
+        start(model, optimizer_of(model), stage=3, offload={"step_in_backward": True})
 
 
 # ------------------------------------------------------------------------------- tensor parallelism
@@ -60,7 +57,7 @@ def divided_optimizer(model):
 
 
 def divided_plainly():
-    model = runs.build(0).float()
+    model = runs.small_gpt(0).float()
     optimizer = divided_optimizer(model)
     for step in range(NUM_STEPS):
         for name, p in model.named_parameters():
@@ -74,7 +71,7 @@ def divided_plainly():
 @on_ranks()
 def test_tensor_ranks_compute_with_whole_matrices(stages):
     for stage in stages:
-        model = runs.build(0).float()
+        model = runs.small_gpt(0).float()
         optimizer, config = divided_optimizer(model), {"stage": stage, "mesh": {"tp": 2}}
         engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
         shapes = {name: p.full_shape for name, p in engine.named_parameters()}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import farthest, flat_values, numbers, take_steps
+from tests.distributed.training import farthest, numbers, take_steps, values_after
 from tests.ranks import Ranks, on_ranks
 from zeroshard.optim import OneBitAdam
 
@@ -74,23 +74,18 @@ def simulate(num_ranks, num_steps=NUM_STEPS, drop_at=None):
     return [p.detach().flatten() for p in model.parameters()]
 
 
-def start(**config):
+def one_bit(**config):
     model = Net()
     optimizer = OneBitAdam(model.parameters(), **OPTIONS)
     return zeroshard.initialize(model, optimizer, {"stage": 0, **config}).engine
-
-
-def train(engine, steps):
-    take_steps(engine, steps, loss_of)
-    return flat_values(engine)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @on_ranks()
 @pytest.mark.filterwarnings("ignore:OneBitAdam")
 def test_steps_are_those_of_a_simulation_of_all_workers(num_ranks):
-    engine = start()
-    assert farthest(train(engine, range(NUM_STEPS)), simulate(num_ranks)) < 1e-12
+    engine = one_bit()
+    assert farthest(values_after(engine, range(NUM_STEPS), loss_of), simulate(num_ranks)) < 1e-12
     assert engine.optimizer.is_frozen
 
 
@@ -115,12 +110,12 @@ def test_a_step_sends_a_bit_for_each_element_and_the_scales():
 
 @on_ranks(1)
 def test_elements_without_a_gradient_in_the_warm_up_stay_with_a_warning_and_parameters_are_refused():
-    engine = start()
+    engine = one_bit()
     before = engine.module.rows.weight.detach().clone().view(6, 3)[4:]
-    train(engine, range(WARM_UP - 1))
+    take_steps(engine, range(WARM_UP - 1), loss_of)
     with pytest.warns(UserWarning, match="6 elements had no gradient in the warm-up"):
-        train(engine, [WARM_UP - 1])
-    train(engine, [WARM_UP])
+        take_steps(engine, [WARM_UP - 1], loss_of)
+    take_steps(engine, [WARM_UP], loss_of)
     after = engine.module.rows.weight.detach().view(6, 3)[4:]
     assert torch.allclose(after, before * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"]) ** (WARM_UP + 1))
     model = Net()
@@ -148,7 +143,7 @@ REFUSED = [
 def test_what_it_cannot_go_with_is_refused():
     for config, message in REFUSED:
         with pytest.raises(ValueError, match=message):
-            start(**config)
+            one_bit(**config)
     model = Net()
     pair = (None, lambda _, bucket: bucket)
     optimizer = OneBitAdam(model.parameters())
@@ -161,18 +156,18 @@ def test_what_it_cannot_go_with_is_refused():
 def save_and_resume(folder):
     found = []
     for step in (WARM_UP - 1, WARM_UP + 2):
-        engine = start()
-        train(engine, range(step))
+        engine = one_bit()
+        take_steps(engine, range(step), loss_of)
         engine.save_checkpoint(folder, f"{step}")
-        want = train(engine, range(step, NUM_STEPS))
-        engine = start()
+        want = values_after(engine, range(step, NUM_STEPS), loss_of)
+        engine = one_bit()
         engine.load_checkpoint(folder, f"{step}")
-        found.append(farthest(train(engine, range(step, NUM_STEPS)), want))
+        found.append(farthest(values_after(engine, range(step, NUM_STEPS), loss_of), want))
     return found
 
 
 def resume_on_others(folder):
-    engine = start()
+    engine = one_bit()
     with pytest.warns(UserWarning, match="a hook keeps its present state"):
         engine.load_checkpoint(folder, f"{WARM_UP + 2}")
     assert engine.optimizer.is_frozen

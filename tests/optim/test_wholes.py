@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 import zeroshard
-from tests.distributed.training import STAGES
-from tests.optim.matrices import build, gradient, is_used, step_plainly, step_sharded, unequal
+from tests.distributed.training import STAGES, seeded
+from tests.optim.matrices import Net, gradient, is_used, step_plainly, step_sharded, unequal
 from tests.ranks import on_ranks
 from zeroshard.optim import UsesWholes, wholes_here
 from zeroshard.stepping.wholes import WholesOverRanks
@@ -62,7 +62,7 @@ class Wholly(Optimizer):
 
 def plain():
     """Adafactor of transformers in one process, over whole parameters."""
-    model = build()
+    model = seeded(Net)
     trained = [p for name, p in model.named_parameters() if p.requires_grad and name != "empty"]
     step_plainly(model, adafactor(trained), range(NUM_STEPS))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -74,7 +74,7 @@ def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_p
     want = plain()
     hybrid = [{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else []
     for config in [*({"stage": stage} for stage in STAGES), *hybrid]:
-        model = build()
+        model = seeded(Net)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and name != "empty"]
         optimizer = Wholly(trained, adafactor)
         engine = zeroshard.initialize(model, optimizer, config).engine
@@ -90,7 +90,7 @@ def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_p
 
 @on_ranks(1)
 def test_ignored_parameters_are_refused():
-    model = build()
+    model = seeded(Net)
     model.register_parameter("alone", torch.nn.Parameter(torch.ones(6, 2)))
     engine = zeroshard.initialize(model, None, {"ignored": ["alone"]}).engine
     wholes_of = WholesOverRanks(engine._runtime.buffers, engine._axes)
@@ -122,7 +122,7 @@ class KeepsRows(Optimizer):
 
 @on_ranks(2)
 def test_a_checkpoint_refuses_state_of_whole_tensors_by_its_name(tmp_path):
-    model = build()
+    model = seeded(Net)
     optimizer = KeepsRows([model.layers[0].tall.weight])
     engine = zeroshard.initialize(model, optimizer, {"stage": 3}).engine
     engine.set_full_gradient("layers.0.tall.weight", gradient("x", 0, (70, 24)))

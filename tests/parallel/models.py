@@ -7,6 +7,7 @@ import functools
 import torch
 import transformers
 
+from tests.distributed.training import seeded
 from tests.parallel.runs import Kind
 
 BATCH, LENGTH, VOCABULARY = 4, 9, 64
@@ -66,9 +67,8 @@ MODELS = {
 
 def build(name, seed=0, **others):
     cls, options = MODELS[name]
-    torch.manual_seed(seed)
     cls = getattr(transformers, cls)
-    return cls(cls.config_class(**options | {"use_cache": False} | others)).double()
+    return seeded(cls, cls.config_class(**options | {"use_cache": False} | others), seed=seed).double()
 
 
 def batch(number):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard
+from tests.distributed.training import seeded
 
 STEPS = 3
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 6, 8
@@ -61,9 +62,8 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(seed):
-    torch.manual_seed(seed)
-    return Model().double()
+def small_gpt(seed):
+    return seeded(Model, seed=seed).double()
 
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
@@ -85,7 +85,7 @@ class Kind(NamedTuple):
     batch_size: int
 
 
-GPT = Kind(build, loss_of, PLAN, BATCH)
+GPT = Kind(small_gpt, loss_of, PLAN, BATCH)
 
 
 class Run(NamedTuple):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
+from tests.distributed.training import seeded
 from tests.parallel.runs import Kind
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 8, 4
@@ -73,9 +74,8 @@ class WithoutPlaces(Model):
         return self.through(self.tokens(tokens))
 
 
-def build(cls, seed=0):
-    torch.manual_seed(seed)
-    model = cls().double()
+def model_of(cls, seed=0):
+    model = seeded(cls, seed=seed).double()
     model.places.requires_grad_(cls is Model)
     return model
 

@@ -22,13 +22,13 @@ CONFIG = {
 BATCH, LENGTH = 2, 16
 
 
-def build():
+def llama():
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
 
 
 def measured(config):
-    engine = zeroshard.initialize(build(), lambda p: torch.optim.AdamW(p, lr=1e-3), config).engine
+    engine = zeroshard.initialize(llama(), lambda p: torch.optim.AdamW(p, lr=1e-3), config).engine
     torch.manual_seed(engine.dp_rank)
     tokens = torch.randint(CONFIG["vocab_size"], (BATCH, LENGTH))
     for _ in range(2):
@@ -47,7 +47,7 @@ def measured(config):
 def test_a_rank_holds_what_is_foretold_and_the_formula_with_fewer_parameters(ranks, num_ranks, stage):
     tp = 2
     config = {"stage": stage, "mesh": {"tp": tp}}
-    model = build()
+    model = llama()
     foretold = zeroshard.estimate(model, num_ranks, config)
     num_parameters = sum(p.numel() for p in model.parameters())
     dp = num_ranks // tp
@@ -64,8 +64,8 @@ def test_a_rank_holds_what_is_foretold_and_the_formula_with_fewer_parameters(ran
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 def test_sums_over_tensor_ranks_are_counted(ranks, recompute):
     config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}
-    foretold = zeroshard.estimate(build(), 2, config, num_tokens=BATCH * LENGTH)
-    without = zeroshard.estimate(build(), 2, config)
+    foretold = zeroshard.estimate(llama(), 2, config, num_tokens=BATCH * LENGTH)
+    without = zeroshard.estimate(llama(), 2, config)
     of_sums = foretold.wire_bytes_per_step - without.wire_bytes_per_step
     of_a_sum = 4 * BATCH * LENGTH * CONFIG["hidden_size"]  # 2 (tp - 1) / tp of it are sent
     of_blocks = CONFIG["num_hidden_layers"] * (5 if recompute == "unit" else 4) * of_a_sum

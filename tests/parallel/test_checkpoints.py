@@ -10,7 +10,8 @@ import transformers
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.runs import without_numba
+from tests.checkpoint.runs import train, without_numba
+from tests.distributed.training import different, part_of, seeded
 from tests.parallel import models
 from tests.ranks import on_ranks
 from zeroshard.optim import AdamW8bit
@@ -71,23 +72,16 @@ OPTIMIZERS = {
 }
 
 
-def start(stage, tp, seed=0, optimizer="AdamW", **options):
-    torch.manual_seed(seed)
+def token_loss(engine, number):
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+    tokens = part_of(engine, tokens)
+    return F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def divided(stage, tp, seed=0, optimizer="AdamW", **options):
     config = {"stage": stage, "mesh": {"tp": tp}, "clip_grad_norm": 0.5} | options
-    return zeroshard.initialize(Model(), OPTIMIZERS[optimizer], config, tp_plan=PLAN).engine
-
-
-def train(engine, numbers):
-    """The mean loss of each step over the data-parallel ranks."""
-    axis, losses = engine._axes.dp, []
-    for number in numbers:
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
-        tokens = tokens.chunk(axis.size)[axis.rank]
-        loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append((axis.sum(loss.detach(), "test")() / axis.size).item())
-    return losses
+    model = seeded(Model, seed=seed)
+    return zeroshard.initialize(model, OPTIMIZERS[optimizer], config, tp_plan=PLAN).engine
 
 
 def values_of(engine):
@@ -103,22 +97,18 @@ def values_of(engine):
 
 @without_numba
 def save(folder, tp, kind):
-    engine = start(3, tp, optimizer=kind)
-    train(engine, range(2))
+    engine = divided(3, tp, optimizer=kind)
+    train(engine, range(2), token_loss)
     engine.save_checkpoint(folder, "saved")
-    return values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
+    return values_of(engine), engine.full_state_dict(), train(engine, range(2, 4), token_loss)
 
 
 def load(folder, tp):
     """The values that were loaded, the losses after that; what is saved again lies in `again`."""
-    engine = start(3, tp, 1 + dist.get_rank())
+    engine = divided(3, tp, 1 + dist.get_rank())
     engine.load_checkpoint(folder, "saved")
     engine.save_checkpoint(folder / "again", "saved")
-    return values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
-
-
-def same(one, other):
-    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+    return values_of(engine), engine.full_state_dict(), train(engine, range(2, 4), token_loss)
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(4, marks=pytest.mark.long)])
@@ -127,32 +117,32 @@ def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, 
     [(want, model, losses), *_] = ranks(4, save, tmp_path, 2, "AdamW")
     found = ranks(tp, load, tmp_path, tp)
     for got, _, got_losses in found:
-        assert same(got, want) == []
+        assert different(got, want) == []
         assert got_losses == pytest.approx(losses, rel=1e-5)  # other orders of sums in float32
-    assert same(found[0][1], model) == []
+    assert different(found[0][1], model) == []
     if tp == 1:
         return
     back = ranks(4, load, tmp_path / "again", 2)
-    assert same(back[0][0], want) == []
+    assert different(back[0][0], want) == []
     assert back[0][2] == losses  # the same layout: to the bit
 
 
 @without_numba
 def converts(folder, tp, optimizer, saved, again):
     """Load states into others of 32 or 8 bits, and save them; the values that were loaded."""
-    engine = start(3, tp, optimizer=optimizer)
+    engine = divided(3, tp, optimizer=optimizer)
     engine.load_checkpoint(folder, saved, convert_states=True)
     engine.save_checkpoint(folder, again)
     return values_of(engine)
 
 
 def refuses_other_blocks(folder):
-    engine = start(3, 1, optimizer="8-bit")
+    engine = divided(3, 1, optimizer="8-bit")
     before = engine.full_state_dict()
     for converts in (False, True):
         with pytest.raises(ValueError, match=r"have scales for blocks of other tensor ranks: .* of 32 bits"):
             engine.load_checkpoint(folder, "saved", convert_states=converts)
-    assert same(engine.full_state_dict(), before) == []
+    assert different(engine.full_state_dict(), before) == []
 
 
 @pytest.mark.long
@@ -182,8 +172,8 @@ def everyone(value):
 @on_ranks(4)
 def test_parameters_are_whole_inside_unsharded_by_name_and_after_a_close():
     """And edits go back into parts; what the ranks edit must be the same, and products are refused there."""
-    engine, tokens = start(3, 2), torch.arange(12).view(2, 6)
-    train(engine, range(2))
+    engine, tokens = divided(3, 2), torch.arange(12).view(2, 6)
+    train(engine, range(2), token_loss)
     state, output = everyone(engine.full_state_dict()), engine(tokens).detach()
     want = {name: state[name] for name, _ in engine.module.named_parameters()}
     with engine.unsharded():
@@ -211,14 +201,14 @@ def test_parameters_are_whole_inside_unsharded_by_name_and_after_a_close():
     engine.close()
     plain = Model()
     plain.load_state_dict(want, strict=False)
-    assert same(dict(module.named_parameters()), dict(plain.named_parameters())) == []
+    assert different(dict(module.named_parameters()), dict(plain.named_parameters())) == []
     torch.testing.assert_close(module(tokens), plain(tokens))
 
 
 @on_ranks(2)
 def test_gradients_are_whole_by_name():
     """And one is set."""
-    engine = start(3, 2, clip_grad_norm=None)
+    engine = divided(3, 2, clip_grad_norm=None)
     torch.manual_seed(0)
     plain = Model()
     tokens = torch.randint(44, (4, 6), generator=torch.Generator().manual_seed(5))
@@ -260,10 +250,10 @@ def test_a_model_is_read_in_parts_and_written_whole(ranks, tmp_path):
     base = models.build("Llama").float()
     base.save_pretrained(tmp_path / "base")
     [(begun, state, _), *others] = found = ranks(4, trained, tmp_path)
-    assert same(begun, dict(base.state_dict())) == []
+    assert different(begun, dict(base.state_dict())) == []
     assert all(other == {} for _, other, _ in others)
     written = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    assert same(state, dict(written.state_dict())) == []
+    assert different(state, dict(written.state_dict())) == []
     norms = sum(p.numel() for n, p in base.named_parameters() if "norm" in n)
     cut = sum(p.numel() for p in base.parameters()) - norms
     for *_, num_read in found:

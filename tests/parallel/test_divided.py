@@ -17,7 +17,6 @@ from tests.parallel.models import MODELS, kind_of
 from tests.parallel.runs import (
     WIDTH,
     adamw,
-    build,
     check_same,
     compare,
     divided,
@@ -25,6 +24,7 @@ from tests.parallel.runs import (
     loss_of,
     own_part,
     plain,
+    small_gpt,
 )
 from tests.ranks import on_ranks
 from zeroshard.optim import LAMB, LARS, AdamW8bit
@@ -95,9 +95,9 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, num_ranks
 @pytest.mark.parametrize(("how", "stage"), [("in memory", 3), ("deferred", 0)])
 @on_ranks(4)
 def test_all_ranks_begin_with_the_values_of_rank_0(how, stage):
-    rank, want = dist.get_rank(), build(0)
+    rank, want = dist.get_rank(), small_gpt(0)
     with zeroshard.deferred_init() if how == "deferred" else nullcontext():
-        model = build(rank)
+        model = small_gpt(rank)
     model.register_buffer("offset", torch.full((3,), float(rank), dtype=torch.float64))
     engine = initialize(model, adamw, {"stage": stage, "mesh": {"tp": 2}})
     engine.backward(loss_of(engine, 0, own_part(engine._axes.dp)))
@@ -137,14 +137,14 @@ OF_8_BITS = functools.partial(AdamW8bit, lr=1e-2, min_8bit_size=600)
 @on_ranks(2)
 @without_numba
 def test_thresholds_and_counts_are_of_whole_parameters():
-    engine = initialize(build(0).float(), OF_8_BITS, {"stage": 3, "mesh": {"tp": 2}})
+    engine = initialize(small_gpt(0).float(), OF_8_BITS, {"stage": 3, "mesh": {"tp": 2}})
     tokens = torch.arange(20).view(4, 5)
     engine.backward(engine(tokens).square().mean())
     engine.step()
-    want = {name: p.numel() >= 600 for name, p in build(0).named_parameters()}
+    want = {name: p.numel() >= 600 for name, p in small_gpt(0).named_parameters()}
     found = {p.fqn: engine.optimizer.state[p]["exp_avg"].dtype for p in engine.parameters()}
     assert {name: dtype is torch.uint8 for name, dtype in found.items()} == want
-    assert engine.num_parameters() == sum(p.numel() for p in build(0).parameters())
+    assert engine.num_parameters() == sum(p.numel() for p in small_gpt(0).parameters())
 
 
 # ------------------------------------------------------------------------------------------ refusals

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.training import seeded
 from tests.parallel import runs
 from tests.parallel.runs import BATCH, HEAD, PLAN, VOCABULARY, initialize
 from tests.ranks import on_ranks
@@ -71,11 +72,6 @@ BY_SEQUENCE = PLAN | {
 }
 
 
-def build(seed):
-    torch.manual_seed(seed)
-    return Model().double()
-
-
 def masks_of(model):
     return {name: module.noted for name, module in model.named_modules() if isinstance(module, Drop)}
 
@@ -90,7 +86,7 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 
 def trained(config, steps, plan=PLAN):
     """Masks, losses and parameters of a divided model whose ranks have other random states."""
-    model = build(0)
+    model = seeded(Model).double()
     engine = initialize(model, sgd, config, plan)
     axes = engine._axes
     size = BATCH // axes.dp.size
@@ -109,7 +105,7 @@ def trained(config, steps, plan=PLAN):
 
 def with_masks(found, steps, parts=PARTS):
     """Losses and parameters of one process that drops what the ranks have dropped."""
-    model, size = build(0), 1 + max(rank["place"] for rank in found)
+    model, size = seeded(Model).double(), 1 + max(rank["place"] for rank in found)
     tensor = [[rank["masks"] for rank in found if rank["place"] == one] for one in range(size)]
     for name, module in model.named_modules():
         if isinstance(module, Drop):
@@ -153,7 +149,7 @@ def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
 
 def gradients_of_losses(kind, **config):
     """The gradients of two micro-batches; masks are drawn in the second run of a forward, too."""
-    model = build(0)
+    model = seeded(Model).double()
     for block in model.blocks:
         block.__class__ = kind
     config |= {"mesh": {"tp": 2}, "gradient_accumulation_steps": 3}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from tests.distributed.training import seeded
 from tests.parallel.models import GROUPED, VOCABULARY, build
 from tests.parallel.runs import Kind, compare, divided, initialize, plain
 from tests.ranks import on_ranks
@@ -165,8 +166,7 @@ KINDS = [
 def test_a_loop_of_the_user_computes_its_loss_over_parts(num_ranks, dtype):
     # In bfloat16, sums over parts are rounded elsewhere: 3 digits.
     close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 3e-2, "atol": 6e-2}
-    torch.manual_seed(0)
-    whole = Classifier().to(dtype)
+    whole = seeded(Classifier).to(dtype)
     model = copy.deepcopy(whole)
     plan = {"up": "colwise", "down": "rowwise", "head": "colwise"} if num_ranks > 1 else None
     engine = sharded(model, {"stage": 1, "mesh": {"tp": num_ranks}}, plan)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.training import refused
-from tests.parallel.runs import PLAN, adamw, build, digests, initialize, loss_of, own_part
+from tests.parallel.runs import PLAN, adamw, digests, initialize, loss_of, own_part, small_gpt
 from tests.ranks import RankError, on_ranks
 
 HALF = {"param_dtype": "fp16", "loss_scale": {"start": 8.0, "window": 2, "minimum": 1.0}}
@@ -17,7 +17,7 @@ HALF = {"param_dtype": "fp16", "loss_scale": {"start": 8.0, "window": 2, "minimu
 
 def begin(config, plan=PLAN, seed=0):
     torch.manual_seed(seed)
-    return initialize(build(seed).float(), adamw, config, plan)
+    return initialize(small_gpt(seed).float(), adamw, config, plan)
 
 
 def spoil(engine, value, name="blocks.1.up.weight"):
@@ -70,7 +70,7 @@ class Dropping(nn.Module):
 def step_apart(what):
     """The error of a step whose gradients differ between tensor ranks."""
     plan = {key: value for key, value in PLAN.items() if what != "plan" or "each_head" not in key}
-    model = build(0)
+    model = small_gpt(0)
     if what != "plan":
         model.norm = Dropping(model.norm)
     if what == "dropout":  # of numbers that are not those of the default generator

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from tests.parallel.runs import PLAN, adamw, build, compare, divided, plain
+from tests.parallel.runs import PLAN, adamw, compare, divided, plain, small_gpt
 from zeroshard.parallel.tensor.division import match
 
 
@@ -74,7 +74,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, name):
     change, whole, what = CASES[name]
-    model = build(0)
+    model = small_gpt(0)
     change(model.get_submodule(name))
     with pytest.raises(ValueError, match=f"^tp_plan: '{name}' is {what}, which would get a part of") as told:
         match(model, PLAN, 2)
@@ -95,7 +95,7 @@ def change_at(name, model):
 )
 @pytest.mark.parametrize("change", [patched, wrapped, hooked, hooked_before, hooked_after, ternary, same])
 def test_all_ways_to_divide_a_layer_refuse_the_same(change, word):
-    model = build(0)
+    model = small_gpt(0)
     change(model.blocks[0].up)
     if change is same:
         assert match(model, {"blocks.*.up": word}, 2)
@@ -106,7 +106,7 @@ def test_all_ways_to_divide_a_layer_refuse_the_same(change, word):
 
 def test_hooks_of_an_embedding_by_tokens_see_whole_values():
     """Such as those of enable_input_require_grads()."""
-    model = build(0)
+    model = small_gpt(0)
     model.tokens.register_forward_hook(lambda module, args, output: output.requires_grad_())
     assert match(model, {"tokens": "rowwise"}, 2)
 

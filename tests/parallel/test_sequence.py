@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.parallel.models import build as of_transformers
+from tests.parallel.models import build
 from tests.parallel.runs import compare, divided, plain
 from tests.parallel.sequences import (
     BATCH,
@@ -18,9 +18,9 @@ from tests.parallel.sequences import (
     Model,
     WithoutPlaces,
     adamw,
-    build,
     kind_of,
     loss_of,
+    model_of,
     sharded,
     tokens_of,
 )
@@ -34,7 +34,7 @@ from zeroshard.sharding.context import Changes
 CLIP = {"clip_grad_norm": 0.5}
 
 
-def train(ranks, num_ranks, kind, config, change=None, **more):
+def trains_alike(ranks, num_ranks, kind, config, change=None, **more):
     """Train over ranks and in one process; the factor of clipping and the norm are rounded to float32."""
     want = plain(adamw, change, kind=kind, max_norm=0.5)
     found = ranks(num_ranks, divided, config | CLIP, adamw, change, kind=kind, timeout=200)
@@ -48,8 +48,8 @@ def train(ranks, num_ranks, kind, config, change=None, **more):
 )
 def test_a_model_trains_as_in_one_process(ranks, cls, num_ranks, tp, stage):
     plan = PLAN if cls is Model else {name: word for name, word in PLAN.items() if name != "blocks.0"}
-    kind = kind_of(functools.partial(build, cls), plan)
-    train(ranks, num_ranks, kind, {"stage": stage, "mesh": {"tp": tp}})
+    kind = kind_of(functools.partial(model_of, cls), plan)
+    trains_alike(ranks, num_ranks, kind, {"stage": stage, "mesh": {"tp": tp}})
 
 
 NAMES = ("Llama", "Qwen3", "GPT-NeoX", "Phi", "Gemma", "Mistral", "Qwen2")
@@ -57,15 +57,15 @@ NAMES = ("Llama", "Qwen3", "GPT-NeoX", "Phi", "Gemma", "Mistral", "Qwen2")
 
 @pytest.mark.long_where(name=NAMES[1:])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
+def test_a_model_build_trains_as_in_one_process(ranks, name):
     config = {"stage": 3, "mesh": {"tp": 2, "sequence": True}}
     # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
-    train(ranks, 2, kind_of(functools.partial(of_transformers, name)), config, values=1e-6)
+    trains_alike(ranks, 2, kind_of(functools.partial(build, name)), config, values=1e-6)
 
 
 @on_ranks(2)
 def test_sequences_have_any_length_where_there_are_no_gradients():
-    model, engine = build(Model).eval(), sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
+    model, engine = model_of(Model).eval(), sharded(model_of(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
     engine.eval()
     with torch.no_grad():
         for length in (1, 7, LENGTH):
@@ -86,8 +86,8 @@ def test_sequences_have_any_length_where_there_are_no_gradients():
 
 @on_ranks(2)
 def test_a_divided_model_generates_the_tokens_of_one_process_and_outputs_that_would_be_parts_are_refused():
-    tokens, model = tokens_of(0), of_transformers("Llama").eval()
-    engine = sharded(of_transformers("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
+    tokens, model = tokens_of(0), build("Llama").eval()
+    engine = sharded(build("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
     for name in ("output_hidden_states", "output_attentions"):
         with pytest.raises(ValueError, match=f"^{name}: .*each tensor rank has"):
             engine(input_ids=tokens, labels=tokens, **{name: True})
@@ -113,7 +113,7 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce():
             notes.append((kind, label, num_bytes))
         note(axis, kind, num_bytes, label, *line)
 
-    engine = sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
+    engine = sharded(model_of(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
     with mock.patch.object(Axis, "note", noted):
         engine.backward(loss_of(engine, 0))
     engine.close(restore=False)
@@ -138,13 +138,13 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce():
     ],
 )
 def test_plans_that_would_compute_something_else_are_refused(plan, text):
-    model = build(Model)
+    model = model_of(Model)
     with nullcontext() if text is None else pytest.raises(ValueError, match=re.escape(text)):
         install_regions(plan_division(model, find_units(model, None), plan, 2).layers, None, Changes())
 
 
 def test_a_model_whose_norms_are_not_known_is_refused():
-    model = of_transformers("OLMo 2, gathered")
+    model = build("OLMo 2, gathered")
     with pytest.raises(ValueError, match=r"mesh.sequence: expected .* got Olmo2ForCausalLM: give a tp_plan"):
         plan_division(model, find_units(model, None), None, 2, by_sequence=True)
 
@@ -165,8 +165,8 @@ TOGETHER = {
 @pytest.mark.parametrize("case", TOGETHER)
 def test_parts_of_the_sequence_go_together_with_the_rest(ranks, case):
     config, change = TOGETHER[case]
-    kind = kind_of(functools.partial(build, Model), PLAN)
-    train(ranks, 4, kind, config | {"stage": 3, "mesh": {"tp": 2}}, change)
+    kind = kind_of(functools.partial(model_of, Model), PLAN)
+    trains_alike(ranks, 4, kind, config | {"stage": 3, "mesh": {"tp": 2}}, change)
 
 
 @on_ranks(2)
@@ -174,7 +174,7 @@ def test_norms_on_parts_of_a_sequence_cast_and_gather_what_goes_on():
     found = []
     for overrides in (None, dict.fromkeys(("norm", "second", "after"), "fp32")):
         config = {"stage": 3, "mesh": {"tp": 2}, "precision": {"overrides": overrides}}
-        engine, losses = sharded(build(Model), config, PLAN), []
+        engine, losses = sharded(model_of(Model), config, PLAN), []
         for number in range(2):
             engine.reset_comm_report()
             loss = loss_of(engine, number)

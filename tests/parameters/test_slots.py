@@ -21,12 +21,6 @@ from tests.distributed.training import (
 from tests.ranks import on_ranks
 
 
-def build():
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)) for _ in range(3)]
-    return nn.Sequential(*blocks, nn.LSTM(7, 7), OnlyFirst(), nn.Linear(7, 1))
-
-
 class OnlyFirst(nn.Module):
     def forward(self, outputs):
         return outputs[0]
@@ -75,7 +69,9 @@ CASES = {
 @on_ranks(1, 2)
 def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right():
     """Refuses each case, and trains on as if nothing had been tried."""
-    model = build()
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.LSTM(7, 7), OnlyFirst(), nn.Linear(7, 1))
     want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
     engine, optimizer = start(model, "SGD")
     losses = []

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
-from tests.distributed.models import Tiny
-from tests.distributed.training import square_loss, start
+from tests.distributed.models import tiny
+from tests.distributed.training import square_loss, start, take_steps
 from tests.ranks import on_ranks
 
 LOST, CLOCK_S = 0.1, 0.02
@@ -29,22 +29,6 @@ CASES = {
 }
 COPIED = {"parameters on the host, accumulated", "parameters in files"}
 """Cases whose main parameters are not where compute reads them."""
-
-
-def tiny():
-    torch.manual_seed(0)
-    return Tiny(num_blocks=2)
-
-
-def train(engine, numbers):
-    losses, num_micro_batches = [], engine.config.gradient_accumulation_steps
-    for number in numbers:
-        for part in range(num_micro_batches):
-            loss = square_loss(engine, num_micro_batches * number + part)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
 
 
 def traces(engine):
@@ -74,19 +58,20 @@ def test_the_parts_of_steps_add_up_and_nothing_is_left(tmp_path, case):
     config = CASES[case]
     if "nvme" in config["offload"].values():
         config = config | {"offload": config["offload"] | {"nvme_path": str(tmp_path)}}
+    num = config.get("gradient_accumulation_steps", 1)
     engine, _ = start(tiny(), "AdamW", **config)
-    train(engine, range(2))
+    take_steps(engine, range(2 * num))
     before, outside = traces(engine), time.perf_counter()
     with zeroshard.profile(engine) as profile:
         begun = time.perf_counter()
         assert traces(engine) != before
-        losses = train(engine, range(2, 5))
+        losses = take_steps(engine, range(2 * num, 5 * num))
         inside = time.perf_counter() - begun
     outside = time.perf_counter() - outside
     assert traces(engine) == before
     plain, _ = start(tiny(), "AdamW", **config)
-    train(plain, range(2))
-    assert losses == train(plain, range(2, 5))
+    take_steps(plain, range(2 * num))
+    assert losses == take_steps(plain, range(2 * num, 5 * num))
     own, theirs = engine.full_state_dict(), plain.full_state_dict()
     assert all(torch.equal(own[name], theirs[name]) for name in own)
     assert profile.num_steps == 3
@@ -127,7 +112,7 @@ def fail_in_backward(engine):
 def fail_in_step(engine):
     engine.optimizer.fails = True
     try:
-        train(engine, range(1, 2))
+        take_steps(engine, range(1, 2))
     finally:
         engine.optimizer.fails = False
 
@@ -137,22 +122,22 @@ def fail_in_step(engine):
 def test_a_step_that_fails_is_not_counted_and_the_profile_is_filled(how):
     model = tiny()
     engine, _ = start(model, Failing(model.parameters(), lr=0.1), stage=3)
-    train(engine, range(1))
+    take_steps(engine, range(1))
     before = traces(engine)
     with suppress(LookupError), zeroshard.profile(engine) as profile:
-        train(engine, range(1))
+        take_steps(engine, range(1))
         if "backward" in how:
             fail_in_backward(engine)
         with pytest.raises(LookupError, match="a step that fails"):
             fail_in_step(engine)
         engine.optimizer.zero_grad()
-        train(engine, range(1, 3))
+        take_steps(engine, range(1, 3))
     engine.optimizer.zero_grad()
     assert traces(engine) == before
     assert profile.num_steps == (1 if "backward" in how else 3)
     assert profile.phases["forward"] > 0
     with zeroshard.profile(engine) as later:
-        train(engine, range(4, 6))
+        take_steps(engine, range(4, 6))
         with pytest.raises(RuntimeError, match="another profile is under way"):
             zeroshard.profile(engine).__enter__()
     assert later.num_steps == 2
@@ -171,7 +156,7 @@ RANGES = {
 def test_operations_of_torch_have_our_phases_as_ranges(tmp_path):
     engine, _ = start(tiny(), "AdamW")
     with zeroshard.profile(engine, with_flops=True) as profile:
-        train(engine, range(1))
+        take_steps(engine, range(1))
     flops = {event.key: event.flops for event in profile.operations.key_averages()}
     assert flops["aten::addmm"] > 0
     assert flops.keys() >= RANGES
@@ -189,7 +174,7 @@ def test_operations_of_torch_have_our_phases_as_ranges(tmp_path):
 def test_the_table_has_units_and_kinds():
     engine, _ = start(tiny(), "AdamW")
     with zeroshard.profile(engine) as profile:
-        train(engine, range(2))
+        take_steps(engine, range(2))
     title, columns, _, *lines = str(profile).splitlines()
     assert title == "a step by unit, mean of 2, ms"
     assert columns.split() == ["unit", *(kind for kind, seconds in profile.phases.items() if seconds), "all"]
@@ -205,7 +190,7 @@ def test_the_table_has_units_and_kinds():
 @on_ranks(2)
 def test_a_subscriber_gets_phases_one_after_another_and_the_rest_inside():
     engine, _ = start(tiny(), "AdamW")
-    train(engine, range(1))
+    take_steps(engine, range(1))
     before, begun, is_open, steps = traces(engine), [], [], []
 
     @contextmanager
@@ -218,7 +203,7 @@ def test_a_subscriber_gets_phases_one_after_another_and_the_rest_inside():
             assert not is_open
 
     with engine.subscribe(around, lambda: steps.append(engine.global_step)):
-        train(engine, range(1, 3))
+        take_steps(engine, range(1, 3))
     assert traces(engine) == before
     assert steps == [1, 2]  # before the engine counts it
     phases = [work for work in begun if work.startswith(("forward", "step", "other"))]

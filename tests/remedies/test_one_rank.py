@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 
 import zeroshard
 from tests.distributed.models import LLAMA
+from tests.distributed.training import seeded
 from tests.remedies.told import (
     DATA,
     adamw,
@@ -147,8 +148,7 @@ def test_a_parameter_of_two_units_is_in_one():
         def forward(self, x):
             return self.second(self.first(x)) @ self.first[0].weight
 
-    torch.manual_seed(0)
-    model = Borrows()
+    model = seeded(Borrows)
     engine = start(copy.deepcopy(model), units=["Sequential"])
     with told("To share it between modules"):
         loss_of(engine)

@@ -5,6 +5,7 @@ lines. Numbers are those of plain PyTorch.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim import AdamW
 
 import zeroshard
 from tests.distributed.models import Tiny
+from tests.distributed.training import different, seeded
 
 DATA = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
 
@@ -26,9 +28,7 @@ def warned(words):
     return pytest.warns(UserWarning, match=re.escape(words))
 
 
-def net():
-    torch.manual_seed(0)
-    return Tiny()
+net = partial(seeded, Tiny)
 
 
 def adamw(parameters, **options):
@@ -64,8 +64,7 @@ def same(got, want):
     """Bits are equal on the rank that has whole values."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    assert got.keys() == want.keys()
-    assert [name for name, value in got.items() if not torch.equal(value, want[name])] == []
+    assert different(got, want) == []
 
 
 def take_step(engine, loss=loss_of):

@@ -30,6 +30,7 @@ from tests.distributed.training import (
     small_gpt,
     square_loss,
     start,
+    take_steps,
     token_loss,
     unequal,
 )
@@ -90,9 +91,7 @@ def test_zero_grad_forgets_local_sums_and_starts_the_count_again():
         runs = []
         for wasted in (0, 2):
             engine, _ = start(small_gpt(), stage=stage, gradient_accumulation_steps=K)
-            for number in range(wasted):
-                engine.backward(token_loss(engine, 10 + number))
-                engine.step()
+            take_steps(engine, range(10, 10 + wasted), token_loss)
             engine.zero_grad()
             assert all(p.grad is None for p in engine.parameters())
             for number in range(K):

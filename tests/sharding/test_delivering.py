@@ -23,7 +23,7 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-def build():
+def layers():
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(WIDTH, 1)).double()
 
@@ -35,7 +35,7 @@ def values_of(number, rank):
 def require(halves):
     """Compare with the mean over the ranks of the gradients of all micro-batches."""
     found = halves.gradients()
-    model = build()
+    model = layers()
     for rank, number in itertools.product(range(2), range(NUM)):
         (model(values_of(number, rank)).square().mean() / 2).backward()
     for name, parameter in model.named_parameters():
@@ -48,7 +48,7 @@ class Halves:
 
     def __init__(self, stage):
         config = {"stage": stage, "units": ["Layer"]}
-        self.engine = zeroshard.initialize(build(), torch.optim.AdamW, config).engine
+        self.engine = zeroshard.initialize(layers(), torch.optim.AdamW, config).engine
         self.runtime = self.engine._runtime
         self.products = Products(self.engine.module, Changes())
 

@@ -64,7 +64,7 @@ BF16 = {"param_dtype": "bfloat16"}
 """Modules compute with copies at every stage."""
 
 
-def build(edit=None, block=Block, num_blocks=2):
+def edited_layers(edit=None, block=Block, num_blocks=2):
     torch.manual_seed(0)
     layers = [nn.Sequential(block(edit), nn.Linear(7, 7)) for _ in range(num_blocks)]
     return nn.Sequential(*layers, nn.Linear(7, 1))
@@ -95,7 +95,7 @@ REFUSED = r"weight' was edited in a forward or backward.*register_buffer"
 def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value():
     x = numbers(0, 5, 7, rank=0)
     for units, edit in (*((["Sequential"], edit) for edit in EDITS), ([], in_place)):
-        model, plain = build(edit), build()
+        model, plain = edited_layers(edit), edited_layers()
         engine, _ = start(model, "SGD", stage=3, units=units, precision=BF16)
         for context in (nullcontext(), torch.no_grad()):
             with context, pytest.raises(RuntimeError, match=f"'0.0.{REFUSED}"):
@@ -111,11 +111,11 @@ def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value():
 @on_ranks(1, 2)
 def test_edits_that_lose_nothing_train_as_in_ddp(num_ranks):
     """Where modules compute with the main parameters themselves, and where values stay as they are."""
-    unedited = train_replicated(build(), "SGD", 3, same_batch_loss)
-    edited = train_replicated(build(in_place), "SGD", 3, same_batch_loss)
+    unedited = train_replicated(edited_layers(), "SGD", 3, same_batch_loss)
+    edited = train_replicated(edited_layers(in_place), "SGD", 3, same_batch_loss)
     for units in (["Sequential"], []):
         for edit, stage in ((in_place, 3 if num_ranks == 1 else 1), (reads, 3), (moves, 3)):
-            got = train_sharded(build(edit), "SGD", 3, same_batch_loss, units=units, stage=stage)
+            got = train_sharded(edited_layers(edit), "SGD", 3, same_batch_loss, units=units, stage=stage)
             assert not differences(edit.__name__, got, edited if edit is in_place else unedited)
 
 
@@ -126,7 +126,7 @@ def of_a_teacher(block):
 
 @on_ranks(2)
 def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value():
-    model = build(of_a_teacher)
+    model = edited_layers(of_a_teacher)
     for part in model[:-1]:
         part[0].weight.requires_grad_(False)
     engine, _ = start(model, "SGD", stage=3)
@@ -161,14 +161,14 @@ class InSecondForward(Block):
 def test_an_edit_in_a_backward_is_refused_by_name():
     for block in (InTensorHook, InSecondForward):
         for units in (["Sequential"], [block.__name__], []):
-            engine, _ = start(build(by_data, block), "SGD", stage=3, units=units, precision=BF16)
+            engine, _ = start(edited_layers(by_data, block), "SGD", stage=3, units=units, precision=BF16)
             with pytest.raises(RuntimeError, match=REFUSED):
                 engine.backward(same_batch_loss(engine, 0))
 
 
 @on_ranks(1, 2)
 def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name():
-    model, x = build(num_blocks=1), numbers(0, 5, 7, rank=0)
+    model, x = edited_layers(num_blocks=1), numbers(0, 5, 7, rank=0)
     want = train_replicated(model, "SGD", 1, same_batch_loss)
     engine, optimizer = start(model, "SGD", stage=3)
     for edit, name in product(

@@ -22,6 +22,7 @@ from tests.distributed.training import (
     numbers,
     plain,
     same_as_replicated,
+    seeded,
     square_loss,
     start,
     step,
@@ -151,11 +152,6 @@ class Seeing(nn.Module):
         return self.head(y)
 
 
-def build():
-    torch.manual_seed(0)
-    return Seeing()
-
-
 def loss_of(model, number, **others):
     return model(numbers(number, 5, WIDTH), **others).float().square().mean()
 
@@ -163,7 +159,7 @@ def loss_of(model, number, **others):
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @on_ranks(2)
 def test_nothing_of_replicated_parameters_is_gathered(precision):
-    model, size = build(), 2 if precision else 4
+    model, size = seeded(Seeing), 2 if precision else 4
     config = {"stage": 3, "frozen": "replicate", "precision": precision or {}}
     want = zeroshard.estimate(copy.deepcopy(model), 2, config, host_computes=True)
     engine, optimizer = start(model, **config)
@@ -189,7 +185,7 @@ def test_nothing_of_replicated_parameters_is_gathered(precision):
 @on_ranks(2)
 def test_a_rank_may_leave_out_a_tower_that_is_not_gathered():
     """Ranks leave out the blocks of a tower by turns, with a trained layer before them."""
-    model = build()
+    model = seeded(Seeing)
     model.tower["stem"].requires_grad_(True)
 
     def loss(net, number):
@@ -206,7 +202,7 @@ def trained(parameters):
 @on_ranks(2)
 def test_a_model_that_is_frozen_as_a_whole_evaluates_without_exchange():
     for frozen in ("replicate", "shard"):
-        engine, *_ = zeroshard.initialize(build().requires_grad_(False), None, {"frozen": frozen})
+        engine, *_ = zeroshard.initialize(seeded(Seeing).requires_grad_(False), None, {"frozen": frozen})
         engine.reset_comm_report()
         loss_of(engine, 0)
         assert (engine.comm_report().bytes_sent["all_gather"] > 0) == (frozen == "shard")

@@ -9,18 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zeroshard
-from tests.distributed.models import Ordered
+from tests.distributed.models import Ordered, tiny
 from tests.distributed.training import caught, numbers, square_loss, start
 from tests.ranks import on_ranks
 from zeroshard.comm.watch import watchdog
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 @contextlib.contextmanager
@@ -58,7 +52,7 @@ BEFORE = {
 
 @on_ranks(2)
 def test_a_step_without_a_gradient_warns_and_takes_nothing():
-    model = build()
+    model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     config = {"stage": 3, "clip_grad_norm": 1.0}
@@ -85,7 +79,7 @@ def test_a_step_without_a_gradient_warns_and_takes_nothing():
 def test_a_plain_loop_is_told_once_that_it_accumulates_nothing_where_it_should(
     accumulation, every, by_engine
 ):
-    engine, optimizer = start(build(), "SGD", gradient_accumulation_steps=accumulation)
+    engine, optimizer = start(tiny(), "SGD", gradient_accumulation_steps=accumulation)
     with warned() as texts:
         for number in range(3 * every):
             loss = square_loss(engine, number)
@@ -106,12 +100,12 @@ def test_a_step_with_gradients_that_nobody_divided_is_told_once():
     )
     said, gradients = [], []
     for way in ways:
-        engine, _ = start(build(), "SGD", gradient_accumulation_steps=2)
+        engine, _ = start(tiny(), "SGD", gradient_accumulation_steps=2)
         with warned() as texts:
             for number in range(6):
                 way(engine, square_loss(engine, number))
                 if number == 1:
-                    gradients.append(engine.full_gradient("0.weight"))
+                    gradients.append(engine.full_gradient("inner.weight"))
                 engine.step()
         said.append(texts)
     assert [len(texts) for texts in said] == [1, 0, 0]
@@ -128,7 +122,7 @@ def test_a_step_with_gradients_that_nobody_divided_is_told_once():
 @on_ranks(2)
 def test_a_rank_that_leaves_out_a_step_is_an_error_on_all_ranks(stage):
     """Rank 1 leaves out batch 1, as one does after an exception that was caught."""
-    engine, optimizer = start(build(), "SGD", stage=stage, watchdog_s=20.0)
+    engine, optimizer = start(tiny(), "SGD", stage=stage, watchdog_s=20.0)
 
     def run():
         for number in range(4):

@@ -18,6 +18,7 @@ from tests.distributed.training import (
     numbers,
     plain,
     replicate,
+    seeded,
     square_loss,
     start,
     train_sharded,
@@ -156,8 +157,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(("stage", "recompute"), [(0, "none"), (3, "none"), (3, "unit")])
 @on_ranks(2)
 def test_a_hook_on_a_hidden_state_changes_the_gradients_of_all_that_made_it(stage, recompute):
-    torch.manual_seed(0)
-    plain = Model()
+    plain = seeded(Model)
     torch.manual_seed(0)
     config = {"stage": stage, "units": ["Block", "Sequential"], "recompute": recompute}
     engine = zeroshard.initialize(Model(), lambda ps: torch.optim.SGD(ps, 1.0), config).engine

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.training import seeded
 from tests.ranks import on_ranks
 from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
@@ -46,8 +47,7 @@ class Net(nn.Module):
 
 def shard_net(axis=None, **options):
     """The runtime of a sharded Net, its root unit and its inner unit, and the values before sharding."""
-    torch.manual_seed(0)
-    net = Net()
+    net = seeded(Net)
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     config = Config(units=["Sequential"], **options)
     axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)

@@ -95,7 +95,7 @@ class Net(nn.Module):
 build = partial(seeded, Net)
 
 
-def start(kind, stage=3, *, seed=SEED, model=None, given=None, **config):
+def bf16_engine(kind, stage=3, *, seed=SEED, model=None, given=None, **config):
     """The engine; the seed that counts is rank 0's."""
     model = model or build()
     optimizer = KINDS[kind](model.parameters())
@@ -112,7 +112,7 @@ def of_unknown(model, optimizer, **config):
 
 
 @without_numba
-def train(engine, steps=range(NUM_STEPS)):
+def take_own_steps(engine, steps=range(NUM_STEPS)):
     take_steps(engine, steps, own_loss)
 
 
@@ -145,8 +145,8 @@ FAST = [("for-each AdamW", {}), ("SGD", {}), ("LAMB", {})]
 @on_ranks()
 def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand(cases):
     for kind, config in cases:
-        engine = start(kind, **config)
-        train(engine)
+        engine = bf16_engine(kind, **config)
+        take_own_steps(engine)
         assert not unequal(engine, by_hand(kind, build())), (kind, config)
         values = [value for state in engine.optimizer.state.values() for value in state.values()]
         assert {v.dtype for v in values if isinstance(v, torch.Tensor)} <= {torch.float32, torch.uint8}
@@ -155,7 +155,7 @@ def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by
 
 @on_ranks(2)
 def test_a_plain_loop_with_closures_does_the_same_and_hooks_run_once():
-    engine, calls = start("fused AdamW"), []
+    engine, calls = bf16_engine("fused AdamW"), []
     engine.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     engine.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     for step in range(NUM_STEPS):
@@ -191,7 +191,7 @@ def test_an_optimizer_that_nobody_knows_is_stepped_once_with_all_its_parameters_
     optimizer = Counted(groups, lr=1e-3, momentum=0.9)
     torch.manual_seed(SEED)
     engine = of_unknown(model, optimizer, stage=1)
-    train(engine)
+    take_own_steps(engine)
     assert unequal(engine, by_hand("SGD", build())) == []
     counts = [group["count"] for group in optimizer.param_groups]
     assert (counts, optimizer.param_groups[1]["held"], engine.global_step) == ([3, 3], {torch.float32}, 3)
@@ -238,7 +238,7 @@ def mean_of_five(name, step, shape):
 def test_micro_batches_add_up_in_float32_and_are_rounded_once():
     found, want = [], by_hand("SGD", build(), (0, 5), mean_of_five)
     for stage in STAGES:
-        engine = start("SGD", stage, gradient_accumulation_steps=5)
+        engine = bf16_engine("SGD", stage, gradient_accumulation_steps=5)
         for step in range(10):
             engine.backward(engine(step if step != 1 else 6, uneven))
             if step % 5 < 4:
@@ -246,7 +246,7 @@ def test_micro_batches_add_up_in_float32_and_are_rounded_once():
                 found += [] if held >= 4 * sum(p.numel() for p in engine.parameters()) else [(stage, held)]
             engine.step()
         found += [(stage, name) for name in unequal(engine, want)]
-        engine = start("SGD", stage)
+        engine = bf16_engine("SGD", stage)
         with engine.no_sync():
             for step in (5, 6, 7, 8):
                 (engine(step, uneven) / 5).backward()
@@ -270,8 +270,8 @@ def test_gradients_are_clipped_by_a_factor_of_float32():
     want = by_hand("SGD", build(), grads=clipped_gradient)
     found = []
     for stage in (0, 3):
-        engine = start("SGD", stage, clip_grad_norm=3.0)
-        train(engine)
+        engine = bf16_engine("SGD", stage, clip_grad_norm=3.0)
+        take_own_steps(engine)
         found += unequal(engine, want)
     return found
 
@@ -281,8 +281,8 @@ def test_gradients_are_clipped_by_a_factor_of_float32():
 
 @on_ranks(1)
 def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_present_one(tmp_path):
-    engine = start("SGD")
-    train(engine)
+    engine = bf16_engine("SGD")
+    take_own_steps(engine)
     engine.save_checkpoint(tmp_path)
     file = next(tmp_path.glob("step-3.*")) / MANIFEST
     content = json.loads(file.read_bytes())["content"]
@@ -291,14 +291,14 @@ def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_
         content["rounding"] = rounding
         crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         file.write_text(json.dumps({"crc32": crc, "content": content}))
-        other = start("SGD", seed=5)
+        other = bf16_engine("SGD", seed=5)
         said = caught(other.load_checkpoint, tmp_path)
         assert seed == other._guard.rounding.seed if seed else f"{MANIFEST}: expected content in" in said
 
 
 @on_ranks(2)
 def test_a_skipped_step_changes_nothing_and_is_not_counted():
-    engine = start("SGD", nonfinite="skip")
+    engine = bf16_engine("SGD", nonfinite="skip")
     for step in range(NUM_STEPS):
         bad = step == 2 and dist.get_rank() == 1
         engine.backward(engine(step) * (float("inf") if bad else 1.0))
@@ -310,29 +310,29 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted():
 @on_ranks(2)
 def test_checkpoints_go_from_float32_to_bfloat16_and_back(tmp_path):
     """From float32 to bfloat16, to nearest, and back; states stay what they are."""
-    wide, narrow = start("fused AdamW", precision={}), start("fused AdamW", 2, seed=99)
-    train(wide, range(2))
+    wide, narrow = bf16_engine("fused AdamW", precision={}), bf16_engine("fused AdamW", 2, seed=99)
+    take_own_steps(wide, range(2))
     wide.save_checkpoint(tmp_path / "wide")
     narrow.load_checkpoint(tmp_path / "wide")
     wanted = wide.full_state_dict()
     assert not unequal(narrow, {name: value.bfloat16().float() for name, value in wanted.items()})
     narrow.save_checkpoint(tmp_path / "narrow")
-    again = start("fused AdamW", 3, precision={}, seed=99)
+    again = bf16_engine("fused AdamW", 3, precision={}, seed=99)
     again.load_checkpoint(tmp_path / "narrow")
     assert not unequal(again, narrow.full_state_dict())
     for name in dict(build().named_parameters()):
         states = [engine.full_optimizer_state(name)["exp_avg"] for engine in (wide, again)]
         assert torch.equal(*states)
     for engine in (narrow, again):
-        train(engine, range(2, 4))
+        take_own_steps(engine, range(2, 4))
         assert {state["exp_avg"].dtype for state in engine.optimizer.state.values()} == {torch.float32}
 
 
 @on_ranks(2)
 def test_load_state_dict_of_the_optimizer_keeps_states_in_float32():
     """torch's own way of saving a rank's states."""
-    engine = start("fused AdamW")
-    train(engine, range(2))
+    engine = bf16_engine("fused AdamW")
+    take_own_steps(engine, range(2))
     saved = copy.deepcopy(engine.optimizer.state_dict())
     before = [p.detach().clone() for p in engine.parameters()]
     engine.optimizer.load_state_dict(saved)

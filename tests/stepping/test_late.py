@@ -139,7 +139,7 @@ forwards, each over 3 units."""
 QUICK = ("unseen", "unseen, 8 bits", "looks", "looks, 8 bits", "lamb", "accumulated", "clipped")
 
 
-def train(is_late, start, loop, num):
+def trained(is_late, start, loop, num):
     """The state at the end, what the loop has kept, and how many units were stepped in forwards."""
     with waiting(is_late) as names:
         torch.manual_seed(0)
@@ -153,8 +153,8 @@ def train(is_late, start, loop, num):
 
 def differ(name, start, start_late, loop, num, waits):
     """Differences between steps at once and steps that wait: in so many units, or in some or none."""
-    want, kept_at_once, at_once = train(False, start, loop, num)
-    got, kept, in_forwards = train(True, start_late, loop, num)
+    want, kept_at_once, at_once = trained(False, start, loop, num)
+    got, kept, in_forwards = trained(True, start_late, loop, num)
     found = runs.differences(got, want) + ["losses"] * (repr(got.losses) != repr(want.losses))
     found += ["what was kept"] * (
         not all(torch.equal(*pair) for pair in zip(kept, kept_at_once, strict=True))

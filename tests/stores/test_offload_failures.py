@@ -32,7 +32,7 @@ def message_of(action):
     return ""
 
 
-def start(folder, **tier):
+def in_files(folder, **tier):
     return runs.start({"stage": 3, **offload(folder, **tier)}, OPTIMIZERS["AdamW"])
 
 
@@ -60,7 +60,7 @@ def break_state(engine):
 @pytest.mark.parametrize(("how", "num_good"), [("space", 0), ("optimizer", 0), ("write", 0), ("write", 3)])
 @on_ranks(1)
 def test_a_step_that_fails_can_be_loaded_over(tmp_path, how, num_good):
-    want, engine = (start(tmp_path, **FILES) for _ in range(2))
+    want, engine = (in_files(tmp_path, **FILES) for _ in range(2))
     runs.train(want, range(4))
     num_steps = 0 if how == "space" else 2
     runs.train(engine, range(num_steps))

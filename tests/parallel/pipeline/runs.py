@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 import zeroshard
+from tests.distributed.training import part_of, seeded
 
 VOCABULARY, LENGTH, BATCH = 40, 6, 8
 SIZES = {
@@ -72,8 +73,7 @@ MODELS = {
 
 
 def build(name, seed=0):
-    torch.manual_seed(seed)
-    return MODELS[name]().double()
+    return seeded(MODELS[name], seed=seed).double()
 
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -82,6 +82,12 @@ adamw = partial(torch.optim.AdamW, lr=1e-3)
 
 def tokens_of(number, rows=BATCH):
     return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def pair_of(rows, width, number):
+    """Inputs and targets of a step, in float64."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
 def rows_of(value, num, place):
@@ -137,7 +143,7 @@ def train(engine, numbers, rows=BATCH):
     """Losses and gradient norms of steps; each rank takes its part of the batch."""
     losses, norms = [], []
     for number in numbers:
-        tokens = tokens_of(number, rows).chunk(engine.dp_world_size)[engine.dp_rank]
+        tokens = part_of(engine, tokens_of(number, rows))
         losses.append(engine.train_batch({"input_ids": tokens}, tokens).item())
         norms.append(engine.grad_norm.item())
     return losses, norms

@@ -15,11 +15,11 @@ from tests.parallel.pipeline.runs import (
     build,
     config_of,
     parameters_of,
+    start,
     tokens_of,
     train,
     train_plainly,
 )
-from tests.parallel.pipeline.runs import start as pipelined
 from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.chunked import outline_of
 
@@ -44,12 +44,8 @@ def sgd(parameters):
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.01, momentum=0.9)
 
 
-def start(layout, model, **config):
-    return pipelined(model, config_of(layout, **config), sgd)
-
-
 def trained(layout, folder, stage, name):
-    engine = start(layout, adapted(name), stage=stage)
+    engine = start(adapted(name), config_of(layout, stage), sgd)
     found = (*train(engine, STEPS), parameters_of(engine))
     engine.save_pretrained(folder)
     return found
@@ -100,7 +96,7 @@ def test_adapters_that_depend_on_the_tokens_are_refused_by_name(config, text):
 
 @on_ranks(2)
 def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks():
-    engine = start("pp 2", adapted("llama"))
+    engine = start(adapted("llama"), config_of("pp 2"), sgd)
     train(engine, [0])
     found = {key: values.clone() for key, values in engine.named_full_parameters(merge_adapters=True)}
     state = [engine.full_state_dict()]  # of rank 0, which peft is to merge

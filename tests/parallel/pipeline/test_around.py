@@ -4,6 +4,7 @@ Losses are compared within 1e-6, because an engine adds them up in float32.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import refused
-from tests.parallel.pipeline.runs import build as language_model
-from tests.parallel.pipeline.runs import sgd, train_plainly
+from tests.parallel.pipeline.runs import build, pair_of, sgd, train_plainly
 from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import require_handed_on
@@ -29,9 +29,7 @@ def layers(num=4):
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num)]
 
 
-def batch(number):
-    generator = torch.Generator().manual_seed(number)
-    return [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
+batch = partial(pair_of, ROWS, WIDTH)
 
 
 def made(make):
@@ -39,7 +37,7 @@ def made(make):
     return make().double()
 
 
-def start(make, schedule="1f1b", *, trace=False, split=None):
+def pipelined(make, schedule="1f1b", *, trace=False, split=None):
     pipeline = {"schedule": schedule, "num_microbatches": NUM, "trace": trace}
     pipeline |= {"balance": "memory"} if split is None else {"split": split}
     config = {"stage": 1, "mesh": {"pp": 2}, "pipeline": pipeline, "micro_batch_size": ROWS // NUM}
@@ -119,15 +117,15 @@ class Named(nn.Sequential):
 
 @on_ranks(2)
 def test_a_sequence_with_a_forward_of_its_own_is_refused():
-    message = refused(start, lambda: Residual(*layers()))
+    message = refused(pipelined, lambda: Residual(*layers()))
     assert "got a Residual: it is a Sequential with a forward of its own. pipeline.trace=True" in message
-    assert trained(start(Named)) == pytest.approx(plain(Named), rel=1e-6)
+    assert trained(pipelined(Named)) == pytest.approx(plain(Named), rel=1e-6)
 
 
 @pytest.mark.long
 @on_ranks(2)
 def test_a_trace_cuts_a_sequence_with_a_forward_of_its_own():
-    losses = trained(start(lambda: Residual(*layers()), trace=True, split=["2"]))
+    losses = trained(pipelined(lambda: Residual(*layers()), trace=True, split=["2"]))
     assert losses == pytest.approx(plain(lambda: Residual(*layers())), rel=1e-6)
 
 
@@ -154,14 +152,14 @@ LOOKS = {
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_forward_that_reads_an_attribute_of_another_chunk_is_refused_by_name(name, monkeypatch):
     monkeypatch.setattr(Reads, "look", staticmethod(LOOKS[name]))
-    model = Reads(language_model("llama").config)
+    model = Reads(build("llama").config)
     with pytest.raises(ValueError, match=rf"got a Reads: .*it reads '{name}'.*pipeline\.trace=True cuts"):
         require_handed_on(Chunked(model), CPU)
     assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape  # it is as it was
 
 
 def test_a_parameter_outside_of_the_modules_that_chunks_have_is_refused_by_name():
-    model = language_model("llama")
+    model = build("llama")
     model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="its parameter 'scale' is in none of these"):
         require_handed_on(Chunked(model), CPU)
@@ -204,11 +202,11 @@ def with_copies():
 
 @on_ranks(2)
 def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not():
-    message = refused(start, with_norms, split=["2"])
+    message = refused(pipelined, with_norms, split=["2"])
     text = "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
     assert message.startswith(text)
-    assert trained(start(with_copies, split=["2"])) == pytest.approx(plain(with_copies), rel=1e-6)
-    assert trained(start(with_table)) == pytest.approx(plain(with_table), rel=1e-6)
+    assert trained(pipelined(with_copies, split=["2"])) == pytest.approx(plain(with_copies), rel=1e-6)
+    assert trained(pipelined(with_table)) == pytest.approx(plain(with_table), rel=1e-6)
 
 
 def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused():
@@ -261,4 +259,4 @@ MODELS = {
 def test_a_sequence_trains_as_in_one_process():
     """Layers that edit their input, and modules in several places."""
     for case, (make, schedule) in MODELS.items():
-        assert trained(start(make, schedule)) == pytest.approx(plain(make), rel=1e-6), case
+        assert trained(pipelined(make, schedule)) == pytest.approx(plain(make), rel=1e-6), case

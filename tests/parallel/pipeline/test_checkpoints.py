@@ -8,6 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
 from tests.checkpoint.runs import read_whole
+from tests.distributed.training import different
 from tests.parallel.pipeline.runs import LAYOUTS, config_of, parameters_of, start, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.tensors import open_checkpoint
@@ -72,27 +73,22 @@ def facts(folder):
     return read_whole(stored), parameters
 
 
-def same(one, other):
-    assert one.keys() == other.keys()
-    assert [key for key in one if not torch.equal(one[key], other[key])] == []
-
-
 @pytest.mark.long_where(before=["pp 2 x tp 2"])
 @pytest.mark.parametrize(
     ("before", "after", "name"), [("pp 2", "1x1x1", "tied gpt"), ("pp 2 x tp 2", "pp 2 x dp 2", "llama")]
 )
 def test_checkpoints_and_averages_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after, name):
     (losses, norms), averages, want = ranks(LAYOUTS[before][0], save, tmp_path, before, name)[0]
-    same(averages, want)
+    assert different(averages, want) == []
     found = ranks(LAYOUTS[after][0], load, tmp_path, after, name)
-    same(found[0][1], want)
+    assert different(found[0][1], want) == []
     for (losses_again, norms_again), _, note in found:
         assert note == {"note": 1}
         assert losses_again == pytest.approx(losses, rel=1e-6)
         assert norms_again == pytest.approx(norms, rel=1e-6)
     (tensors, parameters), (tensors_again, parameters_again) = facts(tmp_path), facts(tmp_path / "again")
     assert parameters == parameters_again
-    same(tensors, tensors_again)
+    assert different(tensors, tensors_again) == []
 
 
 # --------------------------------------------------------------------------------- for transformers
@@ -112,6 +108,6 @@ def test_transformers_reads_the_whole_model_that_pipeline_ranks_have_trained(ran
     for state in ranks(LAYOUTS[layout][0], export, tmp_path, layout, name):
         found |= state
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    same(dict(model.named_parameters(remove_duplicate=False)), found)
+    assert different(dict(model.named_parameters(remove_duplicate=False)), found) == []
     files = ["config.json", "generation_config.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == files

@@ -7,6 +7,7 @@ the other side.
 
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.parallel.pipeline.runs import (
     build,
     language_loss,
     mixtral,
+    pair_of,
     parameters_of,
     sgd,
     start,
@@ -39,9 +41,7 @@ def one_block():
     return nn.Sequential(block, block, block, block).double()
 
 
-def batch(number):
-    generator = torch.Generator().manual_seed(number)
-    return [torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
+batch = partial(pair_of, BATCH, WIDTH)
 
 
 # ------------------------------------------------------------------------------------------ refusals

@@ -18,7 +18,7 @@ class Noted(nn.Dropout):
         return value * self.mask
 
 
-def start(schedule):
+def noted_engine(schedule):
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4))).double()
     config = {
@@ -41,7 +41,7 @@ def losses_of(engine, number):
 @on_ranks(2)
 def test_parts_drop_other_elements_and_leave_the_user_the_same_state():
     """A batch that is refused draws nothing."""
-    engine = start("1f1b")
+    engine = noted_engine("1f1b")
     state, x = torch.get_rng_state(), torch.ones(3, WIDTH, dtype=torch.float64)
     with pytest.raises(ValueError, match="multiple"):
         engine.train_batch(x, x)
@@ -62,12 +62,12 @@ def test_parts_drop_other_elements_and_leave_the_user_the_same_state():
 @on_ranks(2)
 def test_a_recomputation_drops_the_same_elements_again():
     """Each rank draws for its forwards in the order of micro-batches, with both schedules."""
-    assert losses_of(start("varuna"), 3) == losses_of(start("gpipe"), 3)
+    assert losses_of(noted_engine("varuna"), 3) == losses_of(noted_engine("gpipe"), 3)
 
 
 @on_ranks(2)
 def test_a_checkpoint_goes_on_with_the_same_numbers(tmp_path):
-    engine = start("1f1b")
+    engine = noted_engine("1f1b")
     losses_of(engine, 2)
     engine.save_checkpoint(tmp_path)
     want = losses_of(engine, 2)

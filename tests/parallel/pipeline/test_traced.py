@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
+from tests.distributed.training import part_of, seeded
 from tests.parallel.pipeline.runs import train_plainly
 from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.profile import SampleBatch
@@ -74,11 +75,6 @@ class Model(nn.Module):
         return self.head(self.tanh(x) * self.gain * mask[..., None])
 
 
-def build(dropout=0.0):
-    torch.manual_seed(0)
-    return Model(dropout).double()
-
-
 def loss_of(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
@@ -99,7 +95,7 @@ def samples(rows=ROWS):
 
 
 def plain():
-    model = build()
+    model = seeded(Model).double()
 
     def computed(model, named, targets):
         return loss_of(model(**named), targets)
@@ -109,19 +105,16 @@ def plain():
     return losses, {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def start(split, *, pp=2, num=4, make=build, **others):
+def traced(split, *, pp=2, num=4, dropout=0.0, **others):
     micro = ROWS // num // others.pop("copies", 1)
     pipeline = {"num_microbatches": num, "split": split, "trace": True} | others.pop("pipeline", {})
     config = {"mesh": {"pp": pp}, "pipeline": pipeline, "micro_batch_size": micro, **others}
-    return zeroshard.initialize(make(), sgd, config, loss_fn=loss_of, training_data=samples()).engine
-
-
-def part_of(engine, value):
-    return value.chunk(engine.dp_world_size)[engine.dp_rank]
+    model = seeded(Model, dropout).double()
+    return zeroshard.initialize(model, sgd, config, loss_fn=loss_of, training_data=samples()).engine
 
 
 def trained(split, options):
-    engine = start(split, **options)
+    engine = traced(split, **options)
     losses = []
     for number in range(STEPS):
         named, targets = batch_of(number)
@@ -168,7 +161,7 @@ def test_a_traced_model_trains_as_in_one_process(ranks, case):
 
 
 def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
-    model, want = build().eval(), build()
+    model, want = seeded(Model).double().eval(), seeded(Model).double()
     named, _ = batch_of(0)
     before = [dict(vars(module)) for module in model.modules()]
     found = trace(model, SampleBatch((), named), ["inner.layers.1", "inner.layers.3"])
@@ -219,12 +212,12 @@ def test_a_name_that_the_model_lacks_and_two_outputs_are_refused():
 @on_ranks(2)
 def test_a_unit_that_is_cut_is_refused():
     with pytest.raises(ValueError, match="whose forward is never called"):
-        start(["inner.layers.2"], units=["Inner"])
+        traced(["inner.layers.2"], units=["Inner"])
 
 
 @pytest.mark.long
 @on_ranks(2)
 def test_a_model_that_evaluates_in_another_way_is_refused():
-    engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
+    engine = traced(["inner.layers.2"], dropout=0.5)
     with pytest.raises((ValueError, RuntimeError), match="this model computes otherwise in eval mode"):
         engine.eval_batch(*batch_of(0))

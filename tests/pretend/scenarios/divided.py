@@ -18,7 +18,7 @@ def _add(name: str, *, num_ranks: int = 2, sequence: bool = False, **config: Any
 
     def run(bench: Bench) -> None:
         of: Any = sequences if sequence else runs
-        model = (sequences.build(sequences.Model) if sequence else runs.build(0)).float()
+        model = (sequences.model_of(sequences.Model) if sequence else runs.small_gpt(0)).float()
         bench.start(model, given={"tp_plan": of.PLAN}, mesh={"tp": 2}, **config)
         size = of.BATCH // bench.engine.dp_world_size
         own = slice(bench.engine.dp_rank * size, (bench.engine.dp_rank + 1) * size)

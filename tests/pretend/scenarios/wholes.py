@@ -33,7 +33,7 @@ def _add(name: str, *, num_ranks: int = 2, may_sync: Iterable[str] = (), **confi
 
 
 def _divided(bench: Bench) -> None:
-    model = runs.build(0).float()
+    model = runs.small_gpt(0).float()
     bench.start(model, Muon(muon_groups(model)), {"tp_plan": runs.PLAN}, mesh={"tp": 2}, stage=3)
     for number in range(3):
         bench.engine.backward(runs.loss_of(bench.engine, number).float())

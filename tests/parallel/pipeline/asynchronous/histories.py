@@ -242,7 +242,7 @@ class Stage:
 # ----------------------------------------------------------------------------------------------- runs
 
 
-def train(stages, batches, loss_fn, method, taken):
+def train_by_history(stages, batches, loss_fn, method, taken):
     """Run a list; return the mean loss and the steps of it.
 
     Args:

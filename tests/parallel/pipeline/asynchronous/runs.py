@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.parallel.pipeline.asynchronous.histories import Method, Stage
-from tests.parallel.pipeline.asynchronous.histories import train as train_by_history
+from tests.distributed.training import part_of
+from tests.parallel.pipeline.asynchronous.histories import Method, Stage, train_by_history
+from tests.parallel.pipeline.runs import pair_of
 from zeroshard.optim import AdamW8bit
 
 WIDTH, ROWS = 6, 4
@@ -29,9 +30,7 @@ def model_of(num_stages):
 
 
 def batch_of(number, num):
-    generator = torch.Generator().manual_seed(number)
-    shape = num * ROWS, WIDTH
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    return pair_of(num * ROWS, WIDTH, number)
 
 
 def square_loss(output, target):
@@ -71,7 +70,7 @@ def train(engine, numbers, num=6, dtype=torch.float64):
     losses = []
     for number in numbers:
         own = [
-            torch.cat([one.chunk(engine.dp_world_size)[engine.dp_rank] for one in value.to(dtype).chunk(num)])
+            torch.cat([part_of(engine, one) for one in value.to(dtype).chunk(num)])
             for value in batch_of(number, num)
         ]
         losses.append(engine.train_batch(*own).item())

@@ -145,12 +145,12 @@ def test_what_happens_around_lists_is_in_the_history(ranks, tmp_path, is_first_f
         buffers = [[buffer.clone() for buffer in blocks.buffers()] for _ in range(2)]
         stages.append(histories.Stage(blocks, optimizer, optimizer and falling(optimizer), buffers))
     method = histories.Method("estimate", 1, "rescale", anneal_steps=20, synchronous_steps=3)
-    first, taken = histories.train(stages, batches(0, 1), loss_fn, method, 0)
+    first, taken = histories.train_by_history(stages, batches(0, 1), loss_fn, method, 0)
     averages = [*map(averages_of, stages)]
     evaluated = histories.evaluate(stages, batches(2), loss_fn)
     for stage in stages:  # a checkpoint has the buffers of the first data-parallel rank
         stage.buffers[1] = [buffer.clone() for buffer in stage.buffers[0]]
-    last, more = histories.train(stages, batches(3), loss_fn, method, taken)
+    last, more = histories.train_by_history(stages, batches(3), loss_fn, method, taken)
     found, averaged = zip(*ranks(4, lived, str(tmp_path), is_first_frozen), strict=True)
     mean = [sum(losses) / 4 for losses in zip(*(one.losses for one in found), strict=True)]
     want = [first, evaluated, last], dict(model.named_parameters()), taken + more
