@@ -131,7 +131,7 @@ class Forker:
             self._process.wait()
 
 
-def start(preloaded: tuple[str, ...] = PRELOADED) -> Forker:
+def start_forker(preloaded: tuple[str, ...] = PRELOADED) -> Forker:
     """Start a process that imports some modules and forks."""
     connection, inside = socket.socketpair()
     # What can be imported here can be there.
@@ -156,7 +156,7 @@ _shared: dict[int, Forker] = {}
 @functools.cache
 def forker(number: int) -> Forker:
     """Return the forker with a number; all tests of this process share it, for it takes seconds to start."""
-    return _shared.get(number) or start()
+    return _shared.get(number) or start_forker()
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def forker_of_scripts() -> Forker:
     """Return a forker whose forks leave through the exit of an interpreter that was started for it."""
     if not _shared:
         return forker(0)
-    return start(("tests.distributed.training", "torch._dynamo"))  # what a script of an engine imports
+    return start_forker(("tests.distributed.training", "torch._dynamo"))  # what a script of an engine imports
 
 
 def share(run: str, number: int, num_workers: int) -> None:

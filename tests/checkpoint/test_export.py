@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import zeroshard
 from tests.checkpoint.damage import full_after
 from tests.checkpoint.peaks import SLACK, growth, needs_linux
 from tests.commands import failure
-from tests.distributed.models import LLAMA, VOCABULARY, Tiny
+from tests.distributed.models import LLAMA, VOCABULARY, Tiny, small_llama
 from tests.distributed.training import numbers, start, step, take_steps, token_loss, tokens
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.manifest import saved_names
@@ -286,9 +286,7 @@ UNMERGED = {
 """Of adapters that the weight cannot take in, a part of the error."""
 
 
-def tied_base() -> nn.Module:
-    torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True))
+tied_base = partial(small_llama, tie_word_embeddings=True)
 
 
 def tied(how: str) -> nn.Module:

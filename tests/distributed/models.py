@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,14 @@ LLAMA = {
     "use_cache": False,
 }
 """The sizes of a small one of transformers."""
+
+
+def small_llama(**options: Any) -> nn.Module:
+    """One of transformers with these sizes, the same on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA | options))
 
 
 class Tiny(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim import SGD, AdamW
 
 import zeroshard
-from tests.distributed.models import LLAMA
+from tests.distributed.models import small_llama
 from tests.distributed.training import seeded
 from tests.remedies.told import (
     DATA,
@@ -96,19 +96,13 @@ def test_names_of_one_parameter_may_be_given_one_dtype():
 
 
 def test_a_cache_is_switched_off_for_recomputation():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def llama(**options):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**LLAMA | options))
-
     def loss(model):
         tokens = torch.arange(8)[None]
         return model(input_ids=tokens, labels=tokens).loss
 
     with told("set use_cache=False in the model's config for training"):
-        loss(start(llama(use_cache=True), recompute="unit"))
-    trains(start(llama(), recompute="unit"), llama(), losses=[loss])
+        loss(start(small_llama(use_cache=True), recompute="unit"))
+    trains(start(small_llama(), recompute="unit"), small_llama(), losses=[loss])
 
 
 def test_a_deferred_model_is_sharded_after_the_block():

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.models import LLAMA, Tiny
+from tests.distributed.models import Tiny, small_llama
 from tests.ranks import on_ranks
 from tests.remedies.told import (
     DATA,
@@ -119,16 +119,10 @@ def test_both_names_of_a_tied_layer_are_in_the_plan():
 
 @on_ranks(2)
 def test_a_vocabulary_is_padded_and_logits_gathered():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def llama():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 33}))
-
     tokens = torch.arange(12).view(2, 6)
     with told("33 elements cannot be divided over mesh.tp=2 ranks; expected a multiple"):
-        divided(llama(), None)
-    model = llama()
+        divided(small_llama(vocab_size=33), None)
+    model = small_llama(vocab_size=33)
     model.resize_token_embeddings(pad_to_multiple_of=2)
     plain = copy.deepcopy(model)
     engine = divided(model, None)
