@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import ALL_STAGES, take_steps
+from tests.distributed.training import ALL_STAGES, STAGES, take_steps
 from tests.forwards.peak import Peak
 from tests.parallel.models import build, kind_of
 from tests.parallel.runs import compare, divided, plain
 from zeroshard.comm import streams
 from zeroshard.forwards.budget import PLANNED
 from zeroshard.forwards.dryrun import LiveBytes
+from zeroshard.memory.report import take_peak
 
 WIDTH, BLOCKS, ROWS = 32, 6, 64
 
@@ -161,6 +162,29 @@ def test_a_step_takes_at_least_nine_tenths_of_its_budget(loss):
         engine.backward(LOSSES[loss](engine, x, labels))
     assert 0.9 * 14 * KEPT < live.peak <= 14 * KEPT
     engine.close(restore=False)
+
+
+def shares_of_budgets():
+    """Bytes of model states and activations in a step over the budget, at some stages; half of it is kept."""
+    found, num, rows = [], 16, 32 * ROWS
+    budget = num * STATES // BLOCKS + 32 * 12 * KEPT
+    for stage in STAGES:
+        config = {"stage": stage, "recompute": "auto", "memory_budget": budget}
+        engine = zeroshard.initialize(build(num=num), adamw, config).engine
+        train(engine, PLANNED + 2, rows)
+        x, buffers = batch(0, rows), engine._runtime.buffers
+        engine.reset_memory_report()
+        with Peak([x, *(values for buffer in buffers for values in (buffer.full, buffer.main))]) as live:
+            engine.backward(engine(x).square().mean())
+        found.append((take_peak(engine) + live.peak) / budget)
+        assert 0 < names(engine).count("keep") < num
+        engine.close(restore=False)
+    return found
+
+
+def test_two_ranks_take_at_least_nine_tenths_of_their_budgets(ranks):
+    shares = [share for own in ranks(2, shares_of_budgets) for share in own]
+    assert 0.9 < min(shares) < max(shares) < 1.02, shares  # both count the gradients that the step makes
 
 
 def choose(engine, choices):
