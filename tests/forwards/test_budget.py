@@ -170,8 +170,8 @@ def shares_of_budgets():
     budget = num * STATES // BLOCKS + 32 * 12 * KEPT
     for stage in STAGES:
         config = {"stage": stage, "recompute": "auto", "memory_budget": budget}
-        engine = zeroshard.initialize(build(num=num), adamw, config).engine
-        train(engine, PLANNED + 2, rows)
+        engine = zeroshard.initialize(stack(num=num), adamw, config).engine
+        run_steps(engine, PLANNED + 2, rows)
         x, buffers = batch(0, rows), engine._runtime.buffers
         engine.reset_memory_report()
         with Peak([x, *(values for buffer in buffers for values in (buffer.full, buffer.main))]) as live:
