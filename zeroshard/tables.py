@@ -1,4 +1,4 @@
-"""A small table for people, as reports print it, and sizes as people write them."""
+"""Tables and time lines for people, as reports print them, and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -58,3 +58,21 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
         else:
             lines.append(" " + "─" * (sum(widths) + 3 * (len(widths) - 1)))
     return "\n".join(lines)
+
+
+def draw(spans: Iterable[tuple[str, str, float, float]], width: int = 72) -> str:
+    """Return the time line of a step as text, with a row for each resource or pipeline rank.
+
+    F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
+    the device and back, s step. Of micro-batches every second one is in small letters.
+    """
+    spans, rows = list(spans), dict[str, list[str]]()
+    seconds = max(end for *_, end in spans)
+    for row, label, start, end in spans:
+        cells = rows.setdefault(row, [" "] * width)
+        kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
+        letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
+        first, last = (int(width * time / seconds) for time in (start, end))
+        for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
+            cells[cell] = letter
+    return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())

@@ -202,6 +202,8 @@ def measure(config: dict[str, Any], bits: int, weight_bits: int | None) -> Measu
     # Modules that a pipeline cuts may have no hooks; their layers have.
     cut = {module for _, module in engine._part.chunked.containers} if engine.config.mesh.pp > 1 else set()
     hooks = [module.register_forward_hook(live.sample) for module in {*engine.module.modules()} - cut]
+    if cut:  # a recomputation ends where the last module that saves its input begins
+        hooks += [one.register_forward_pre_hook(live.sample) for one in {*engine.module.modules()} - cut]
     if engine.config.recompute == "unit" and engine.config.mesh.pp == 1:
         # The last block is recomputed first, when no block has gradients yet, whose buffers come and go.
         *_, before_last, _ = (m for m in engine.module.modules() if isinstance(m, LlamaDecoderLayer))
@@ -251,27 +253,21 @@ def test_model_states_are_within_1_percent_and_activations_within_10(ranks, num_
     assert not [line for case, *own in together for line in wrong(num_ranks, case, own, path)]
 
 
-PIPELINES = {
-    Choice(stage=0, pp=2, schedule="gpipe", samples=SAMPLES): 0.03,
-    Choice(stage=1, pp=2, samples=SAMPLES): 0.03,
-    Choice(stage=2, pp=2, recompute="unit", samples=SAMPLES): 0.03,
-    # The gradient of an input frees a part of what the gradients of weights keep.
-    Choice(stage=1, pp=2, schedule="zb-h1", samples=SAMPLES): 0.05,
-    # Messages that come early wait; here they are large beside chunks of one layer.
-    Choice(stage=1, pp=2, schedule="interleaved", chunks=2, samples=SAMPLES): 0.05,
-}
-"""Plans of pipelines, and how far the bytes of a rank may be from what it holds, as a share."""
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+"""Schedules with their chunks on a rank."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("only", ["1f1b", "gpipe", "interleaved", "zb-h1"])
-def test_plans_of_pipelines_count_what_their_ranks_hold(ranks, only):
+@pytest.mark.long_where(schedule=["gpipe", "1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_plans_of_pipelines_count_what_their_ranks_hold_within_3_percent(ranks, schedule):
+    """The activations alone, with messages and operands that wait; and all bytes."""
     subject = Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)))
     predictor = Predictor(subject, CLUSTERS["2xCPU"], SAMPLES * MICROBATCHES)
-    choices = [choice for choice in PIPELINES if choice.schedule == only]
+    shared = {"stage": 1, "pp": 2, "schedule": schedule, "chunks": SCHEDULES[schedule], "samples": SAMPLES}
+    choices = [Choice(**shared, recompute=how) for how in ("none", "unit")]
     answers = ranks(2, measured, [Case(predictor.config(choice)) for choice in choices], "", timeout=300)
     for choice, *of_ranks in zip(choices, *answers, strict=True):
         both = zip(predictor.states(choice), predictor.activations(choice), strict=True)
         for got, (states, held) in zip(of_ranks, both, strict=True):
-            expected = pytest.approx(got.states + got.activations, rel=PIPELINES[choice])
-            assert states.total + held == expected
+            assert held == pytest.approx(got.activations, rel=0.03)
+            assert states.total + held == pytest.approx(got.states + got.activations, rel=0.01)

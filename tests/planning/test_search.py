@@ -31,7 +31,8 @@ from zeroshard.planning.machine import CLUSTERS, Cluster, Machine, read_cluster
 from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Subject, UnitProfiles, profile_of
 from zeroshard.planning.search import divisions, explain, search, table
-from zeroshard.planning.timeline import RECOMPUTES, TIERS, Choice, draw
+from zeroshard.planning.timeline import RECOMPUTES, TIERS, Choice
+from zeroshard.tables import draw
 
 LENGTH = 64
 GPU = Machine(
@@ -57,11 +58,11 @@ def predictor(cluster: Cluster = FOUR, samples: int = 16, vocabulary: int = 8192
     return Predictor(subject, cluster, samples)
 
 
-def profiles(seconds: Sequence[float], given: float = 4096) -> UnitProfiles:
+def profiles(seconds: Sequence[float], made: float = 4096) -> UnitProfiles:
     """Units whose backwards take twice as long as their forwards; the root takes no time."""
     forward = np.array([0.0, *seconds])
     nothing, names = 0 * forward, ["", *(str(number) for number in range(len(seconds)))]
-    held = np.full(len(forward), given)
+    held = np.full(len(forward), made)
     return UnitProfiles(names, forward, 2 * forward, held, held, nothing, nothing, 1e9 * forward)
 
 
@@ -139,7 +140,7 @@ def test_a_pipeline_is_what_its_simulator_says(four: Predictor) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     cluster = replace(FOUR, machine=replace(GPU, bandwidth=float("inf")), network=1e30, latency=0.0)
-    own = Predictor(Subject(model, lambda _: _no_loss), cluster, 8, {1: {1: profiles([1.0] * 4, given=0)}})
+    own = Predictor(Subject(model, lambda _: _no_loss), cluster, 8, {1: {1: profiles([1.0] * 4, made=0)}})
     found = own(Choice(stage=0, pp=4))
     assert found.seconds == pytest.approx((8 + 4 - 1) * 3)
     assert found.bubble == pytest.approx(3 / 11)
@@ -268,8 +269,9 @@ def test_the_search_finds_what_all_predictions_find(vocabulary: int, room: int, 
             if own.fits(found.estimate.peak, found.estimate.host):
                 assert least <= found.seconds
                 exact[place] = min(found.seconds, exact.get(place, found.seconds))
-    result = search(own, bits=BITS)
-    assert result.num == len(everything(own)) > 4 * result.num_predicted
+    with mock.patch.object(own, "step", wraps=own.step) as predicted:
+        result = search(own, bits=BITS)
+    assert result.num == len(everything(own)) > 4 * predicted.call_count
     assert [one.seconds for one in result.best] == pytest.approx(sorted(exact.values())[:5])
     for one in result.best:
         assert own.fits(one.estimate.peak, one.estimate.host)

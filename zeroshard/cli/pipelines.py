@@ -19,8 +19,7 @@ from zeroshard.planning.machine import read_cluster
 from zeroshard.planning.predict import Predictor
 from zeroshard.planning.profile import Subject
 from zeroshard.planning.search import explain, search, table
-from zeroshard.planning.timeline import draw
-from zeroshard.tables import LINE, render
+from zeroshard.tables import LINE, draw, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
 _NOTE = (

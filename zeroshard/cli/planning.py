@@ -30,8 +30,8 @@ from zeroshard.memory.tiered import byte_rows
 from zeroshard.memory.typical import RECOMPUTED, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
-from zeroshard.planning.timeline import TIERS, draw
-from zeroshard.tables import format_bytes, format_count, render
+from zeroshard.planning.timeline import TIERS
+from zeroshard.tables import draw, format_bytes, format_count, render
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import take_part
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.schedules import with_schedule
+from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.losses import tile_losses
 from zeroshard.parallel.tensor.sequence import Activations
@@ -165,13 +167,14 @@ class ModelWithoutMemory:
         """True if `usage` counts activations."""
         return self._loss_of is not None
 
-    def trace(self, config: Config, setting: Setting, rows_of: RowsOf) -> Trace:
+    def trace(self, config: Config, setting: Setting, rows_of: RowsOf, *, is_halved: bool = False) -> Trace:
         """Count a micro-batch of the model as an engine runs it, on one tensor rank.
 
         Args:
             config: the config.
             setting: the setting of its plans.
             rows_of: chooses the modules to count.
+            is_halved: True for the first half of a backward alone.
 
         Raises:
             ValueError: the forward or backward raises an error without values.
@@ -181,8 +184,10 @@ class ModelWithoutMemory:
             over = OneOfMany(setting.sizes[TP])
             runs, specs = prepared(self._model, config, setting, self._tp_plan, over)
             rows = rows_of(runs, specs)
+            halves = Products(runs, Changes()).deferring(Waiting()) if is_halved else nullcontext()
             try:
-                return dryrun.count(runs, rows, self._loss_of, over)
+                with halves:
+                    return dryrun.count(runs, rows, self._loss_of, over)
             except Exception as error:  # of any kind, as the model and the loss are the user's
                 raise ValueError(
                     f"activations of {type(self._model).__name__}: the forward and backward run without "

@@ -5,10 +5,9 @@ into the simulator of `parallel/pipeline/simulate.py`. Bytes are those of `zeros
 functions.
 
 [Note: Bounds] `Predictor.bounds` gives seconds and bytes that a prediction never goes below, for all variants
-of a division at once: the sums of the busiest resource of a rank, with the gathers that nothing hides; in a
-pipeline also the forwards that its first micro-batch needs on other ranks, the backwards that its last one
-leaves to them, and the way of a micro-batch through the ranks and back. So a search predicts few
-configurations one by one, and finds the best of all.
+of a division at once: the sums of the busiest resource of a rank; in a pipeline also the forwards that its
+first micro-batch needs on other ranks, and the backwards that its last one leaves to them. So a search
+predicts few configurations one by one, and finds the best of all.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, ChunkBytes, ScheduleTimes, count_bytes, simulate
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.exchange import Exchange
@@ -50,6 +49,7 @@ from zeroshard.planning.profile import (
     Profiles,
     Subject,
     count_units,
+    count_waiting,
     names_in_order,
     parts_of_root,
     profile_of,
@@ -63,9 +63,6 @@ from zeroshard.planning.timeline import (
     Costs,
     Line,
     Prediction,
-    in_flight,
-    least_alone,
-    least_pipelined,
     placement,
     recomputes,
 )
@@ -108,9 +105,9 @@ class Predictor:
             lambda num: ModelWithoutMemory(subject.model, subject.loss_of(num), subject.tp_plan)
         )
         self.cut, self.rows = functools.cache(self._cut), functools.cache(self._rows)
-        self.specs = functools.cache(self._specs)
         self._parsed = functools.cache(lambda one: Config.parse(self._config_of_states(one)))
         self.usage, self._held = functools.cache(self._usage), functools.cache(self._held_in_pipeline)
+        self.waiting = functools.cache(lambda tp: count_waiting(subject, tp, self.on_cpu))
         self._units, self._states = functools.cache(self._planned), functools.cache(self._estimated)
         self._plans, self.within = functools.cache(self._costs), functools.cache(self._within)
         self._offered = functools.cache(self._of_offers)
@@ -131,12 +128,9 @@ class Predictor:
         require_handed_on(chunked, torch.device("cpu"))
         return chunked.outline
 
-    def _specs(self, tp: int) -> Sequence[UnitSpec]:
-        return plan_division(self.subject.model, self.units, self.subject.tp_plan, tp).specs
-
     def _rows(self, tp: int, is_cut: bool) -> _Rows:
         model, parts = self.subject.model, list[UnitSpec]()
-        root, *units = self.specs(tp)
+        root, *units = plan_division(model, self.units, self.subject.tp_plan, tp).specs
         for name, module in parts_of_root(model, [root, *units]).items():
             inside = set(module.modules()) if is_cut else set()
             own = [one for one in root.originals if any(owner in inside for owner, _ in one.owners)]
@@ -230,19 +224,21 @@ class Predictor:
         return (min(most, max(least, self.room - self.states(choice)[0].peak)),)
 
     def _kept(self, choice: Choice) -> tuple[Any, Any]:
-        """Return the bytes that each chunk keeps for a micro-batch, and those that ranks recompute."""
-        own, (chunks, ranks, _) = self.profile(choice.tp, choice.samples), self.within(_division_of(choice))
-        kept, given = np.floor(own.saved), np.floor(own.given)
-        if choice.recompute == "unit":
-            is_unit = self.rows(choice.tp, True).is_unit
-            return chunks @ np.where(is_unit, given, kept), (kept * (ranks @ chunks)).max(-1)
-        arrived = given[[run[0] for run in self.cut(len(chunks))[0]]]
-        return chunks @ kept + [0, *arrived[1:]], np.zeros(choice.pp)
+        """Return bytes from the forward to the backward, and those of units that are computed again."""
+        own, is_unit = self.profile(choice.tp, choice.samples), self.rows(choice.tp, True).is_unit
+        again = is_unit * own.saved * (choice.recompute == "unit")
+        return np.where(again, own.made, own.saved), again
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
-        kept, again = self._kept(choice)
-        counts = count_activations(self._schedule(choice), kept.astype(int).tolist())
-        return tuple(map(sum, zip(counts.per_rank, again.astype(int).tolist(), strict=True)))
+        (kept, again), found = self._kept(choice), list[ChunkBytes]()
+        made, runs = self.profile(choice.tp, choice.samples).made, self.cut(choice.pp * choice.chunks)[0]
+        waits = choice.samples * self.waiting(choice.tp) if choice.schedule in HALVED else 0 * kept
+        for run in runs:
+            output = 0 if run is runs[-1] else made[run[-1]]
+            before, after = np.cumsum(kept[run]) - kept[run], waits[run].sum() - np.cumsum(waits[run])
+            most = output + (before + after + again[run]).max()
+            found.append(ChunkBytes(*map(int, (output, sum(kept[run]), most, sum(waits[run])))))
+        return count_bytes(self._schedule(choice), found)
 
     def _schedule(self, choice: Choice) -> Schedule:
         """Return the schedule of a pipeline. Raises ValueError if there is none with these numbers."""
@@ -408,8 +404,8 @@ class Predictor:
 
     def _transfer(self, choice: Choice) -> float:
         """Return the seconds from the end of an action to its arrival at another pipeline rank."""
-        given, run = self.profile(choice.tp, choice.samples).given, self.cut(choice.pp * choice.chunks)[0][0]
-        return float(self.cluster.exchange(max(given[run]), 1, span=self.cluster.num_ranks // choice.pp + 1))
+        made, run = self.profile(choice.tp, choice.samples).made, self.cut(choice.pp * choice.chunks)[0][0]
+        return float(self.cluster.exchange(max(made[run]), 1, span=self.cluster.num_ranks // choice.pp + 1))
 
     # -- bounds -----------------------------------------------------------------------------------------
 
@@ -429,37 +425,37 @@ class Predictor:
         pp, places = division.pp, [replace(division, samples=one) for one in samples]
         variants = [[replace(place, recompute=how) for place in places] for how in recomputes(division)]
         num = np.array(list(map(self.num_microbatches, places)))[:, None, None]
-        chunks, ranks, within = self.within(division)
-        runs, _ = self.cut(pp * division.chunks)
-        plans = self._offered(division.tp, pp, offers)
-        sums = plans @ within.T, *(plans[..., [run[at] for run in runs]] @ ranks.T for at in (0, -1))
-        own, starts, ends = (Costs(*one.swapaxes(0, 1)) for one in sums)  # [offers, pp] each
-        held = own.held + own.sums * (num > 1) + (plans[:, -1, None] * within).max(-1)
-        held, far = 0.99 * held, 0.99 * own.far.min(-1)  # states have no padding
-        both = np.array([self.compute(place) for place in places])
-        both = np.stack([*both.swapaxes(0, 1), both[:, 0] * self.rows(division.tp, pp > 1).is_unit])
-        forward, backward, again = (both @ within.T)[:, :, None]
-        most = (held + self._least_held(division, variants, num[..., 0])[:, :, None]).max(-1)
-        left = self.room - held  # [samples, offers, pp]; what follows has recomputes before
-        both_of = (zip(row, left, strict=True) for row in variants)
-        share = np.array([[self._share(one, room) + 0 * room for one, room in row] for row in both_of])
-        back = backward + own.backward + share * again
+        plans, (within, first) = self._offered(division.tp, pp, offers), self.within(division)
+        own = Costs(*(plans @ within.T).swapaxes(0, 1))  # [offers, pp] each
+        held = 0.99 * (own.held + own.sums * (num > 1) + (plans[:, -1, None] * within).max(-1))  # no padding
+        most = (held + self._least_held(division, variants)[:, :, None]).max(-1)
+        forward, backward = np.array([self.compute(place) for place in places]).swapaxes(0, 1)
+        again = forward * self.rows(division.tp, pp > 1).is_unit
+        both_of = (zip(row, self.room - held, strict=True) for row in variants)
+        share = np.array([[self._share(one, left) + 0 * left for one, left in row] for row in both_of])
+
+        def sums(where: Any) -> tuple[Any, Any]:
+            """The seconds of forwards and of backwards, [recomputes, samples, offers, pp]."""
+            ahead, back, more = ((one @ where.T)[:, None] for one in (forward, backward, again))
+            return ahead, back + share * more
+
+        (forward_of, back), (ahead, behind) = sums(within), sums(first)
+        back = back + own.backward
+        each = np.array([STAGES[stage].gradient != SUMMANDS for stage, *_ in offers] or [False])
+        reduces = own.reduce * np.where(each[:, None] & (pp == 1), num, 1) + own.first - own.gather
+        # Ranks before begin before; with whole backwards they end after, and the first one steps last.
+        is_whole = division.schedule not in HALVED
+        tail = (own.step + reduces * self.on_cpu)[..., : 1 if is_whole else pp]
+        compute, network = num * (forward_of + back) + tail, num * (own.gather + own.regather)
         if self.on_cpu:
-            times = forward + own.gather, back + own.regather
-        else:  # the first gather of a forward or a backward is not hidden
-            alone = forward + starts.link + starts.gather, back + ends.relink + ends.regather
-            beside = np.maximum(own.link, own.gather), np.maximum(own.relink, own.regather)
-            times = tuple(map(np.maximum, alone, beside))
-        if pp == 1:
-            each = np.array([STAGES[stage].gradient != SUMMANDS for stage, *_ in offers] or [False])
-            total = least_alone(self.on_cpu, own, starts, times, num, each[:, None])
-        else:
-            hops = np.array(list(map(self._transfer, places)))[:, None, None]
-            first = (both @ chunks[:pp].T)[:, :, None]
-            before = first[0], first[1] + share * first[2]
-            ahead, after = (np.cumsum(one, -1) - one + hops * np.arange(pp) for one in before)
-            total = ahead + least_pipelined(self.on_cpu, division, own, times, num, hops, after)
-        return np.where(self.fits(most, far), (1 - 1e-9) * total.max(-1), np.inf), most
+            total = compute + network
+        else:  # in a pipeline reductions, and what travels, may run beside a backward
+            links = num * (own.link + own.relink) + own.states * (pp == 1)
+            total = np.maximum(np.maximum(compute, network + reduces * (pp == 1)), links)
+        others = ahead + behind * is_whole
+        total = (total + np.cumsum(others, -1) - others).max(-1)
+        fit = self.fits(most, 0.99 * own.far.min(-1))
+        return np.where(fit, (1 - 1e-9) * total, np.inf), most
 
     def _of_offers(self, tp: int, pp: int, offers: Sequence[Offer]) -> Any:
         """Return the costs of plans, [offers, fields of Costs, rows]; without offers there are none."""
@@ -468,30 +464,33 @@ class Predictor:
         own = (_of_plans(Choice(stage=one, tp=tp, pp=pp, tiers=tiers), bits) for one, tiers, bits in offers)
         return np.array([*map(self._plans, own)])
 
-    def _within(self, division: Choice) -> tuple[Any, Any, Any]:
-        """Return 1 for the rows of each chunk, the chunks of each pipeline rank, and the rows of each."""
+    def _within(self, division: Choice) -> tuple[Any, Any]:
+        """Return 1 for the rows of each pipeline rank, and for those of its first chunk, [ranks, rows]."""
         pp, is_unit = division.pp, self.rows(division.tp, division.pp > 1).is_unit
-        runs, _ = self.cut(pp * division.chunks)
-        chunks = np.zeros((len(runs), len(is_unit)))
-        for own, run in zip(chunks, runs, strict=True):
+        chunks = np.zeros((pp * division.chunks, len(is_unit)))
+        for own, run in zip(chunks, self.cut(len(chunks))[0], strict=True):
             own[run] = 1
-        ranks = np.equal.outer(range(pp), placement(division)) * 1.0
-        within = ranks @ chunks
+        within = np.equal.outer(range(pp), placement(division)) @ chunks
         if division.schedule == "zbv":  # the first rank has both ends of the root, perhaps tied ones
             within[0, ~is_unit] = 0
-        return chunks, ranks, within
+        return within, chunks[:pp]
 
-    def _least_held(self, division: Choice, variants: Sequence[Sequence[Choice]], num: Any) -> Any:
+    def _least_held(self, division: Choice, variants: Sequence[Sequence[Choice]]) -> Any:
         """Return bytes of activations that are held at least, [recomputes, samples, pipeline ranks]."""
         if division.pp == 1:
             ways = (("none" if row[0].recompute == "none" else "unit", row) for row in variants)
             return np.array([[[self.usage(one.tp, how, one.samples)] for one in row] for how, row in ways])
-        both = ((self._kept(one) for one in row) for row in variants)
-        kept, again = (np.array(one) for one in zip(*(zip(*row, strict=True) for row in both), strict=True))
-        held: Any = (in_flight(division, num) * kept) @ self.within(division)[1].T + again
-        return held
+        last, within = division.pp * division.chunks, self.within(division)[0]
+        most = np.full(within.shape[1], np.inf)  # micro-batches of each row before the first backward
+        for chunk, run in enumerate(self.cut(last)[0] if division.schedule != "gpipe" else ()):
+            most[run] = min(division.pp, last - chunk)
+        num = ((self.num_microbatches(one), self._kept(one)[0]) for row in variants for one in row)
+        held = np.array([within @ (kept * np.minimum(number, most)) for number, kept in num])
+        return held.reshape(len(variants), -1, division.pp)
 
 
+HALVED = ("zb-h1", "zbv")
+"""Schedules whose backwards come in two halves."""
 Offer = tuple[int, tuple[str, str], int]
 """A stage, tiers as in `Choice`, and bits."""
 _NOTHING = (0.0,) * len(Costs._fields)
@@ -501,11 +500,6 @@ def _of_plans(choice: Choice, bits: int = 32) -> Choice:
     """Return what plans depend on, and with bits their costs; in a pipeline stage 2 is stage 1."""
     stage = 1 if choice.pp > 1 and choice.stage == 2 else choice.stage
     return Choice(stage=stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers, bits=bits)
-
-
-def _division_of(choice: Choice) -> Choice:
-    """Return the tensor and pipeline ranks, the schedule and the chunks alone."""
-    return Choice(tp=choice.tp, pp=choice.pp, schedule=choice.schedule, chunks=choice.chunks)
 
 
 def _kind_of(spec: UnitSpec) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.comm import streams
 from zeroshard.config.sections import Config
-from zeroshard.forwards.dryrun import FLOPS, TRAFFIC, LossOf, Trace
+from zeroshard.forwards.dryrun import ALIVE, FLOPS, TRAFFIC, LossOf, Trace
 from zeroshard.memory.activations import ModelWithoutMemory, prepared
 from zeroshard.memory.estimate import setting_of
 from zeroshard.parallel.pipeline.chunked import outline_of
@@ -83,7 +83,7 @@ class UnitProfiles(NamedTuple):
     The root is the first row, and `parts_of_root` are the last ones; the root has what is in no other row.
 
     - forward, backward: seconds, without exchanges.
-    - saved, given: bytes that the backward needs, and of the inputs.
+    - saved, made: bytes that the backward needs, and of the outputs.
     - sent, calls: bytes sent to the other tensor ranks in a forward, and exchanges; a backward has as many.
     - products: operations of a forward, by which pipelines are cut.
     """
@@ -92,7 +92,7 @@ class UnitProfiles(NamedTuple):
     forward: Any
     backward: Any
     saved: Any
-    given: Any
+    made: Any
     sent: Any
     calls: Any
     products: Any
@@ -132,11 +132,18 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
         forward=(flops + products) / rate + traffic / machine.bandwidth,
         backward=(second[FLOPS] + 2 * products) / rate + second[TRAFFIC] / machine.bandwidth,
         saved=np.maximum(0, saved),
-        given=np.array([row.given for row in counts.values()]),
+        made=np.array([row.made for row in counts.values()]),
         sent=sent,
         calls=calls,
         products=flops + products,
     )
+
+
+def count_waiting(subject: Subject, tp: int, on_cpu: bool) -> Any:
+    """Return the bytes of a sample between the halves of a backward, [rows]."""
+    model = ModelWithoutMemory(subject.model, subject.loss_of(1), subject.tp_plan)
+    halves = model.trace(*subject.setting(tp, on_cpu), rows, is_halved=True).rows.values()
+    return np.array([int(row.forward[ALIVE] + row.backward[ALIVE]) for row in halves])
 
 
 def time_units(subject: Subject, over: Activations, device: torch.device) -> Callable[[int], Any]:

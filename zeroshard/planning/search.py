@@ -3,8 +3,7 @@
 A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
 tiers, recomputation and bits. Each variant has a bound in seconds and in bytes, see [Note: Bounds]. Variants
 that fit are predicted in the order of their bounds, until no bound is below the last of the best. A division
-whose compute alone takes longer is not planned. A variant that does all that a predicted one of its place
-does takes at least as long.
+whose compute alone takes longer is not planned.
 
 For `config="auto"` the ranks that are there are the cluster, measured together with the model.
 """
@@ -61,8 +60,6 @@ class SearchResult(NamedTuple):
     """The fastest first."""
     num: int
     """Configurations of all places, whether they fit or not."""
-    num_predicted: int
-    """Those that were predicted one by one."""
 
 
 def divisions(
@@ -117,22 +114,16 @@ def search(
             more = {"stage": stage, "tiers": tiers, "bits": bit, "samples": samples[sample]}
             yield seconds.flat[at], replace(division, recompute=recomputes(division)[how], **more)
 
-    best, num_predicted, limit = dict[Choice, Prediction](), 0, np.inf
-    known = defaultdict[Choice, list[tuple[Choice, float]]](list)
+    best, limit = dict[Choice, Prediction](), np.inf
     for least, choice in merge(*(variants(*one) for one in near), key=lambda one: one[0]):
         if not least < limit:
             break
         if choice is None:
             continue
         place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
-        most_seconds = min(limit, best[place].seconds) if place in best else limit
-        if max(least, *(time for other, time in known[place] if _adds_to(other, choice)), 0) >= most_seconds:
-            continue
-        num_predicted += 1
+        seconds = min(limit, best[place].seconds) if place in best else limit
         with suppress(ValueError):  # a schedule or a config that does not exist with these numbers
-            found = predictor.step(choice)
-            known[place].append((choice, found.seconds))
-            if found.seconds < most_seconds:
+            if least < seconds and (found := predictor.step(choice)).seconds < seconds:
                 Config.parse(predictor.config(choice))
                 own = predictor.bytes(choice)
                 if predictor.fits(own.peak, own.host):
@@ -143,20 +134,13 @@ def search(
         if near:
             least = min(predictor.bounds(*one, offers)[1].min() for one in near)
             needs = f"the least is {format_bytes(least)}: take more ranks, or shorter samples"
-        raise ValueError(
-            f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}: no "
-            f"configuration fits into {format_bytes(predictor.room)} of a device, with states of "
-            f"{' or '.join(map(str, bits))} bits; {needs}"
+        where = f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}"
+        room = (
+            f"{format_bytes(predictor.room)} of a device, with states of {' or '.join(map(str, bits))} bits"
         )
-    ordered = sorted(best.values(), key=lambda one: one.seconds)[:num_best]
+        raise ValueError(f"{where}: no configuration fits into {room}; {needs}")
     num = sum(len(recomputes(division)) * len(samples) for division, samples in near) * len(offers)
-    return SearchResult(tuple(ordered), num, num_predicted)
-
-
-def _adds_to(other: Choice, choice: Choice) -> bool:
-    """True if a variant does all that another of its place does; "auto" does less where tiers are farther."""
-    repeats = other.recompute == "none" or other.recompute == choice.recompute == "unit"
-    return repeats and other.bits <= choice.bits and TIERS.index(other.tiers) <= TIERS.index(choice.tiers)
+    return SearchResult(tuple(sorted(best.values(), key=lambda one: one.seconds)[:num_best]), num)
 
 
 # ------------------------------------------------------------------------------------------ explanations
@@ -201,16 +185,11 @@ def table(predictor: Predictor, found: SearchResult) -> str:
     """Return the best configurations as a table."""
     cluster = predictor.cluster
     how = "measured rates" if cluster.is_measured else "predicted, not measured"
-    rows = [
-        (
-            fill(str(one.choice), 29),  # the other columns take the rest of a line of 79
-            f"{one.seconds:.4g} s",
-            f"{predictor.samples / one.seconds:,.1f}",
-            format_bytes(one.estimate.peak),
-            format_bytes(one.estimate.host),
-        )
-        for one in found.best
-    ]
+    rows = []
+    for one in found.best:
+        own = f"{one.seconds:.4g} s", f"{predictor.samples / one.seconds:,.1f}"
+        room = map(format_bytes, (one.estimate.peak, one.estimate.host))
+        rows.append((fill(str(one.choice), 29), *own, *room))  # the other columns take the rest of a line of 79
     title = f"{cluster.num_ranks} ranks of {cluster.name}, {how}: best of {found.num:,} configurations"
     return render(title, ("configuration", "step", "samples/s", "device", "host"), rows)
 

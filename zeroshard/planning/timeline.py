@@ -11,11 +11,9 @@ ranks that share their cores with exchanges, the network is the compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from zeroshard.forwards.keeping import Interval
 from zeroshard.parallel.pipeline.actions import loop
@@ -168,82 +166,3 @@ class Line:
         """Add the step of some rows."""
         for row in reversed(order):
             self.add(COMPUTE, "s", self.add(LINK, "S", ready, own.states[row]), own.step[row])
-
-
-# -------------------------------------------------------------------------------------------------- bounds
-
-
-_WHOLE = ("1f1b", "gpipe", "interleaved")
-"""Schedules with whole backwards: that of the last micro-batch comes back through all ranks before."""
-
-
-def least_alone(
-    on_cpu: bool, own: Costs, start: Costs, times: tuple[Any, Any], num: Any, is_each: Any
-) -> Any:
-    """Return the least seconds without a pipeline, where forwards and backwards take so long at least.
-
-    The step follows the reduction of the first row, `start`, which nothing hides.
-    """
-    forward, back = times
-    reduces, more = own.reduce * np.where(is_each, num, 1), own.first - own.gather
-    if on_cpu:
-        return num * (forward + back) + reduces + more + own.step
-    network = num * (own.gather + own.regather) + reduces + more
-    reduced = np.maximum(num * forward + (num - 1) * back + own.regather + own.reduce, network)
-    reduced = np.maximum(num * (forward + back) + start.reduce, reduced * (start.reduce > 0))
-    return reduced + np.maximum(own.step, own.states)
-
-
-def least_pipelined(
-    on_cpu: bool, division: Choice, own: Costs, times: tuple[Any, Any], num: Any, hops: Any, left: Any
-) -> Any:
-    """Return the least seconds of ranks from their first forward on; `left` is what others do after them.
-
-    In 1F1B rank r of p begins a forward when the backward of p - r micro-batches before has come back.
-    """
-    forward, back = times
-    each, tail = forward + back, own.step + (own.first - own.gather + own.reduce) * on_cpu
-    end = np.maximum(tail, left + tail[..., :1]) if division.schedule in _WHOLE else tail
-    if division.schedule not in ("1f1b", "zb-h1"):
-        return num * each + end
-    room = division.pp - np.arange(division.pp)
-    both = forward + (back if division.schedule == "1f1b" else back / 2)
-    trip = np.cumsum(both[..., ::-1], -1)[..., ::-1] + 2 * hops * (room - 1)
-    trips = (num - 1) // room
-    return np.maximum(num * each, trips * trip + np.maximum(trip, (num - trips * room) * each)) + end
-
-
-def in_flight(division: Choice, num: Any) -> Any:
-    """Return micro-batches that chunks hold when a rank holds most, or nearly, [..., chunks].
-
-    Args:
-        division: a schedule with its chunks.
-        num: numbers of micro-batches, [..., 1].
-    """
-    pp, rank, chunk = division.pp, np.array(placement(division)), np.arange(division.pp * division.chunks)
-    down = np.where(chunk < pp, 2 * pp - 1 - rank, rank + 1)
-    known = {"gpipe": num, "zb-h1": pp, "zbv": down}
-    if division.schedule in known:
-        return np.minimum(num, known[division.schedule] + 0 * rank)
-    size, hops = num // np.maximum(1, num // pp), 1 + (division.chunks > 1)  # as in `interleaved`
-    forwards = (division.chunks - 1) * size + 1 + hops * (pp - 1 - rank)
-    rounds, more = np.divmod(np.minimum(division.chunks * num, forwards), division.chunks * size)
-    return rounds * size + np.clip(more - chunk // pp * size, 0, size)
-
-
-def draw(spans: Iterable[Interval], width: int = 72) -> str:
-    """Return the time line of a step as text, with a row for each resource or pipeline rank.
-
-    F forward, B backward (I, W its halves), G gather, R reduction, L parameters from the host, S states to
-    the device and back, s step. Of micro-batches every second one is in small letters.
-    """
-    spans, rows = list(spans), dict[str, list[str]]()
-    seconds = max(span.end for span in spans)
-    for row, label, start, end in spans:
-        cells = rows.setdefault(row, [" "] * width)
-        kind = label.lstrip("0123456789")  # an action such as 0F3 begins with its chunk
-        letter = kind[0].lower() if kind[-1] in "13579" else kind[0]
-        first, last = (int(width * time / seconds) for time in (start, end))
-        for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
-            cells[cell] = letter
-    return "\n".join(f"{row:<8} |{''.join(cells)}|" for row, cells in rows.items())

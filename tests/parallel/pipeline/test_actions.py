@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import (
+    AHEAD,
     Action,
     ChunkTransfer,
     Kind,
@@ -19,6 +20,7 @@ from zeroshard.parallel.pipeline.actions import (
     parse_action,
     parse_schedule,
     plan_exchanges,
+    plan_posts,
     with_sharding,
 )
 from zeroshard.parallel.pipeline.simulate import simulate
@@ -140,6 +142,20 @@ def test_a_chunk_is_unsharded_once_a_batch() -> None:
     assert str(with_sharding(parse_schedule(TWO))) == (
         "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD\n"
     )
+
+
+@given(schedules())
+def test_receives_are_posted_in_order_and_few_of_them_early(
+    schedule: Schedule,
+) -> None:
+    for steps in plan_exchanges(schedule):
+        users = [number for number, step in enumerate(steps) for _ in step.receives]
+        posted: list[ChunkTransfer] = []
+        for number, posts in enumerate(plan_posts(steps)):
+            posted += posts
+            assert sum(user <= number for user in users) <= len(posted)
+            assert sum(user > number for user in users[: len(posted)]) <= AHEAD
+        assert posted == [message for step in steps for message in step.receives]
 
 
 @given(schedules())

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
+from zeroshard.parallel.pipeline.simulate import (
+    ActionCosts,
+    ChunkBytes,
+    count_activations,
+    count_bytes,
+    simulate,
+)
 
 TWO = """
 0F0,0F1,0B0,0B1
@@ -157,9 +163,35 @@ def test_activations_in_flight_are_those_between_forward_and_the_end_of_backward
         assert held.per_rank[rank] == most
 
 
-def test_the_chunks_of_a_rank_count_with_their_weights() -> None:
+def of_kept(*kept: int) -> list[ChunkBytes]:
+    return [ChunkBytes(0, one, one, 0) for one in kept]
+
+
+def test_the_bytes_of_a_rank_are_those_of_its_chunks() -> None:
     schedule = build_schedule("interleaved", 2, 4)
     assert str(schedule).startswith("0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,")
     assert count_activations(schedule).per_rank == (5, 3)  # rank 0: after 0F2
-    assert count_activations(schedule, (1, 1, 0, 0)).per_rank == (4, 3)  # rank 0: after 0F3
-    assert count_activations(schedule, (0, 0, 10, 10)).per_rank == (20, 10)  # rank 0: after 2F1
+    assert count_bytes(schedule, of_kept(1, 1, 0, 0)) == (4, 3)  # rank 0: after 0F3
+    assert count_bytes(schedule, of_kept(0, 0, 10, 10)) == (20, 10)  # rank 0: after 2F1
+
+
+def test_messages_count_from_their_post_to_the_backward_that_needs_them() -> None:
+    schedule = build_schedule("1f1b", 2, 8)
+    # Rank 0: activations of two micro-batches, and three gradients: one is here, two are ahead. Rank 1: the
+    # input that it has and two ahead, the gradient of the input before, and what is kept.
+    assert count_bytes(schedule, [ChunkBytes(1, 10, 10, 0), ChunkBytes(0, 100, 100, 0)]) == (23, 104)
+
+
+def test_what_a_backward_computes_again_is_there_beside_other_micro_batches() -> None:
+    schedule = build_schedule("gpipe", 2, 4)
+    assert count_bytes(schedule, [ChunkBytes(0, 10, 15, 0), ChunkBytes(0, 1, 1, 0)]) == (45, 4)
+
+
+def test_operands_of_weight_gradients_wait_for_the_second_half() -> None:
+    schedule = parse_schedule("0F0,0I0,0F1,0I1,0W0,0W1")
+    assert count_bytes(schedule, [ChunkBytes(0, 10, 10, 3)]) == (13,)
+
+
+def test_a_chunk_that_recomputes_keeps_its_input_alone() -> None:
+    schedule = parse_schedule("0F0,0F1,0R0,0B0,0R1,0B1")
+    assert count_bytes(schedule, of_kept(10)) == (10,)

@@ -370,6 +370,23 @@ def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]
     return tuple(map(tuple, planned))
 
 
+AHEAD = 2
+"""The receives of later actions that are posted: more would only hold memory."""
+
+
+def plan_posts(steps: Sequence[ActionMessages]) -> Iterator[list[ChunkTransfer]]:
+    """Yield for each action of a rank the receives to post before it: its own, and some of later actions."""
+    left = deque((number, message) for number, step in enumerate(steps) for message in step.receives)
+    early = list[int]()
+    for number in range(len(steps)):
+        early, posts = [user for user in early if user > number], list[ChunkTransfer]()
+        while left and (left[0][0] <= number or len(early) < AHEAD):  # in the order of the senders
+            user, message = left.popleft()
+            early += [user] * (user > number)
+            posts.append(message)
+        yield posts
+
+
 # --------------------------------------------------------------------------- the actions of the sharding
 
 

@@ -17,8 +17,8 @@ one that computes them alone; see `weights.py`.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,13 +30,13 @@ from torch import Tensor
 from zeroshard.comm.messages import Form, Forms, Messages
 from zeroshard.parallel.pipeline.actions import (
     Action,
-    ActionMessages,
     ChunkTransfer,
     Kind,
     Place,
     Schedule,
     ends_of_chunks,
     ends_of_steps,
+    plan_posts,
 )
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
@@ -44,9 +44,6 @@ from zeroshard.parallel.random import random_states, set_random_states
 
 if TYPE_CHECKING:
     from zeroshard.parallel.pipeline.training import PipelineTraining
-
-AHEAD = 2
-"""The receives that are posted ahead of the receive that an action needs, from each rank."""
 
 _MOST_FORMS = 64
 """Batches of different shapes whose forms are remembered."""
@@ -79,7 +76,7 @@ class Runner:
 
     def __init__(self, schedule: Schedule, messages: Messages, chunks: PipelineTraining) -> None:
         self._steps = schedule.exchanges[messages.rank]
-        self._posts = list(_plan_posts(self._steps))
+        self._posts = list(plan_posts(self._steps))
         self.schedule, self._chunks, self._messages = schedule, chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
@@ -232,17 +229,6 @@ class Runner:
     def _weight_gradient(self, action: Action) -> None:
         waiting = self._calls.pop(action.place).waiting
         self._chunks.backward(action.place[0], action in self._ends, waiting.compute)
-
-
-def _plan_posts(steps: Sequence[ActionMessages]) -> Iterator[list[ChunkTransfer]]:
-    """Yield for each action the receives to post before it: its own, and some of later actions."""
-    left = deque((number, message) for number, step in enumerate(steps) for message in step.receives)
-    for number in range(len(steps)):
-        ahead, posts = AHEAD, list[ChunkTransfer]()
-        while left and (left[0][0] <= number or ahead):  # in the order of the senders
-            ahead -= left[0][0] > number
-            posts.append(left.popleft()[1])
-        yield posts
 
 
 def room_for_sends(schedule: Schedule) -> int:

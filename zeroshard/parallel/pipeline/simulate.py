@@ -14,12 +14,14 @@ from math import isfinite
 from typing import NamedTuple
 
 from zeroshard.parallel.pipeline.actions import (
+    BEGIN_BACKWARD,
     END_BACKWARD,
     Action,
     ActionMessages,
     Kind,
     Schedule,
     check_actions,
+    plan_posts,
 )
 
 
@@ -200,13 +202,8 @@ class ActivationCounts(NamedTuple):
     """With the input alone, for a recompute."""
 
 
-def count_activations(schedule: Schedule, weights: Sequence[int] | None = None) -> ActivationCounts:
-    """Count the activations in flight. Raises ValueError as `check_actions` does.
-
-    Args:
-        schedule: the lists of all ranks.
-        weights: the numbers that count for a micro-batch in each chunk, such as bytes. None: 1.
-    """
+def count_activations(schedule: Schedule) -> ActivationCounts:
+    """Count the activations in flight. Raises ValueError as `check_actions` does."""
     check_actions(schedule)
     recomputed = {action.place for _, action in schedule if action.kind is Kind.RECOMPUTE}
     now, peak = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
@@ -219,7 +216,55 @@ def count_activations(schedule: Schedule, weights: Sequence[int] | None = None) 
         elif action.kind in END_BACKWARD:
             changes = {"whole": -1}
         for what, number in changes.items():
-            now[what, rank] += number * (1 if weights is None else weights[action.place[0]])
+            now[what, rank] += number
             peak[what, rank] = max(peak[what, rank], now[what, rank])
     ranks = range(schedule.num_ranks)
     return ActivationCounts(*(tuple(peak[what, rank] for rank in ranks) for what in ("whole", "inputs")))
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes of a micro-batch in a chunk, without those of its input."""
+
+    output: int
+    """Of its output, and so of the gradient of it; 0 of the last chunk."""
+    kept: int
+    """From the forward to the backward, with the output."""
+    backward: int
+    """The most in the place of `kept` while the backward runs, where units compute again."""
+    waiting: int
+    """From the first half of a backward to the second: the operands of the gradients of weights."""
+
+
+def count_bytes(schedule: Schedule, chunks: Sequence[ChunkBytes]) -> tuple[int, ...]:
+    """Return the most bytes of activations, their gradients and messages that each pipeline rank holds.
+
+    A message takes memory from its post to the backward that needs it; the gradient of an input, until the
+    rank sends another message the same way.
+    """
+    return tuple(max(_held(schedule, chunks, rank, steps)) for rank, steps in enumerate(schedule.exchanges))
+
+
+def _held(
+    schedule: Schedule, chunks: Sequence[ChunkBytes], rank: int, steps: Sequence[ActionMessages]
+) -> Iterator[int]:
+    """Yield the bytes that a pipeline rank holds at its fullest moments."""
+    recomputed = {action.place for action, *_ in steps if action.kind is Kind.RECOMPUTE}
+    now, sent = 0, Counter[int]()
+    for (action, _, sends), posts in zip(steps, plan_posts(steps), strict=True):
+        for message in posts:
+            now += chunks[(message.action if message.is_activation else message.user).place[0]].output
+        chunk, kind = action.chunk or 0, action.kind
+        own, given = chunks[chunk], chunks[chunk - 1].output if chunk else 0
+        if kind is Kind.RECOMPUTE or (kind is Kind.FORWARD and action.place not in recomputed):
+            now += own.kept
+        elif kind in BEGIN_BACKWARD:
+            yield now + max(0, own.backward - own.kept)
+            now += given - own.kept - own.output  # the gradients of its input and of its output
+            now -= given if schedule.placement[chunk - 1] != rank else 0  # its input
+            now += 0 if kind is Kind.BACKWARD else own.waiting
+        elif kind is Kind.WEIGHT_GRADIENT:
+            now -= own.waiting
+        yield now
+        for message in sends:
+            now -= sent[message.target]
+            sent[message.target] = 0 if message.is_activation else given

@@ -121,7 +121,8 @@ def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
     A weight may be a parameter or a view of one. The graph of any other weight is needed in both halves.
     """
-    if torch.is_autocast_enabled(x.device.type):  # a cast weight is no parameter
+    # A cast weight is no parameter; a run without memory casts none.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return False
     is_plain = type(x) is Tensor and x.ndim > 1 and (bias is None or bias.ndim == 1)
     is_trained = weight.requires_grad and weight.is_floating_point() and weight.ndim == 2
