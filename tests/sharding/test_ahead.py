@@ -89,6 +89,30 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
     check(run, stage, **options)
 
 
+@pytest.mark.parametrize(("num_ranks", "stage", "chosen"), [(1, 0, ()), (2, 1, ()), (2, 3, {1})])
+@on_ranks()
+def test_autograd_adds_up_what_is_deferred_with_the_same_bits(stage, chosen):
+    """Also what no later backward adds to, and after sums that were dropped."""
+    run = Run(stage)
+    run.reducer.let_autograd_add()
+    run.backward(0, more=True)
+    second = run.engine.module.halves[1][0].up.weight.unsharded()
+    assert second.grad is not None
+    run.engine.zero_grad()
+    assert second.grad is None
+    batch(run, chosen)
+    assert second.grad is None
+    check(run, stage)
+
+
+@on_ranks(2)
+def test_autograd_does_not_add_up_in_fewer_bits():
+    run = Run(0, precision={"param_dtype": "bf16"})
+    run.reducer.let_autograd_add()
+    run.backward(0, more=True)
+    assert all(parameter.unsharded().grad is None for parameter in run.engine.parameters())
+
+
 @pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize(("stage", "is_stepped"), [(3, False), (0, True)])
 @on_ranks(2)

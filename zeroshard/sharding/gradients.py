@@ -114,7 +114,6 @@ class Gradients:
         self._filled: set[int] = set()
         """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
-        self._is_deferred = False
         self._reduction: Iterator[Handle | None] = iter(())
         self._exchange: Handle | None = None
         """The exchange under way."""
@@ -123,10 +122,10 @@ class Gradients:
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
 
-    @property
-    def has_deferred(self) -> bool:
-        """True if there are sums for a later backward, in no p.grad yet."""
-        return self._is_deferred or bool(self._reduced)
+    def adds_as_autograd(self) -> bool:
+        """True if sums of gradients have the bits of autograd's own, and stay on the device."""
+        dtypes = {self.buffer.plan.compute_dtype, self._reduce_dtype, self._wide_dtype}
+        return len(dtypes) == 1 and self.store.is_near
 
     @property
     def local_bytes(self) -> int:
@@ -193,7 +192,6 @@ class Gradients:
             return
         if self._flat is None:
             self._move(GradientState.PACKING)
-            self._is_deferred = self._defer
             is_small = sum(self.buffer.layout.sizes) <= _SMALL and self._context.device.type == "cpu"
             self._scale = 1.0 if self._defer or is_small else self._mean
             self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
@@ -233,8 +231,17 @@ class Gradients:
         else:
             self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
 
+    def take_sums(self) -> None:
+        """Pack what autograd has added up in earlier backwards, if this one has not added to it."""
+        for index in tuple(self.missing):
+            parameter = self.buffer.unsharded[index]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self.pack(index, gradient)
+
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
+        self.take_sums()
         self._move(GradientState.REDUCING)
         self._reduction = self._reduce(self, self._finish_packing()) if self._slices else iter(())
         self._advance()
@@ -303,7 +310,6 @@ class Gradients:
         self._filled = set()
         if self._scale != self._mean:
             flat.mul_(self._mean)
-        self._is_deferred = False
         if flat.dtype == self._reduce_dtype:
             return flat
         reduced = self._take(self._reduce_dtype).copy_(flat)
@@ -438,6 +444,8 @@ class Gradients:
             pass
         if self._flat is not None:
             self._pool.drop(self._flat)
+        for parameter in self.buffer.unsharded:
+            parameter.grad = None
         self._reset()
 
     def _move(self, state: GradientState) -> None:

@@ -248,6 +248,8 @@ class PipelineTraining:
         self._part, self._runtime, self._loss_fn, self.method = part, runtime, loss_fn, method
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
+        if method is None:
+            runtime.reducer.let_autograd_add()
         self._shared = Shared(runtime, self._messages)
         self._shared.start(optimizer)
         self._products: Products | None = None
