@@ -20,6 +20,7 @@ ranks run the same list, so they reduce in the same order.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,7 @@ from zeroshard.comm.messages import Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import find_tensors
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, STEP, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
@@ -154,7 +156,8 @@ class BatchComparison:
         value = crc32(repr(shapes).encode())
         if self._counts():
             value = _checksum(batch, value)
-        trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
+        with past_guards():
+            trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
         has_changed, self._trained = self._trained not in (None, trained), trained
         hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
         flags = *_flags(value), has_changed, bool(hooked)
@@ -270,6 +273,8 @@ class PipelineTraining:
         """The micro-batches so far with their losses."""
         self._action = STEP
         """The action that runs."""
+        self._described = functools.cache(f"{{}} of pipeline rank {self._messages.rank}".format)
+        """Returns the name of an action in messages."""
         self._runner: Runner
         """The runner of the list."""
         self._scales: list[float] = []
@@ -478,7 +483,7 @@ class PipelineTraining:
     def enter(self, action: Action) -> None:
         """Note the action that begins, for messages about a rank that is lost."""
         self._action = action
-        self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
+        self._runtime.here.action = self._described(action)
         if self.method is not None and self._take_step is not None:
             self.method.enter(action)
 
