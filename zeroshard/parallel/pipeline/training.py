@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -74,7 +74,10 @@ def running_batch(runtime: Runtime) -> Iterator[None]:
     """Run the micro-batches of a batch; no other forward runs between them."""
     runtime.state.moments.add(Moment.BATCH)
     try:
-        yield
+        with ExitStack() as stack:
+            for unit in runtime.passes.quiet:
+                stack.enter_context(unit.slots.held())
+            yield
     except BaseException:
         runtime.reducer.taint()
         raise
