@@ -5,7 +5,8 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
-For a hook of the user it holds plain sums, too, and the hook takes the place of the exchanges.
+In a pipeline autograd adds these sums up, in the `grad` of unsharded parameters, if that gives the same bits.
+For a hook of the user `flat` holds plain sums, too, and the hook takes the place of the exchanges.
 Reduced gradients are added to the `p.grad` that is there. Where there is none, they wait for the delivery;
 they live on if p.grad is narrower than float32 and a later backward of the same step is known to come.
 A p.grad never has the loss scale in it; `flat` has.
