@@ -8,6 +8,7 @@ import zeroshard
 from tests.distributed.models import Residual
 from tests.distributed.training import unequal
 from tests.ranks import on_ranks
+from zeroshard.parallel.pipeline.training import adds_as_autograd
 from zeroshard.sharding.unit import Unit
 
 WIDTH, ROWS = 7, 5
@@ -94,7 +95,7 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
 def test_autograd_adds_up_what_is_deferred_with_the_same_bits(stage, chosen):
     """Also what no later backward adds to, and after sums that were dropped."""
     run = Run(stage)
-    run.reducer.let_autograd_add()
+    run.reducer.addable = run.engine._runtime.units
     run.backward(0, more=True)
     second = run.engine.module.halves[1][0].up.weight.unsharded()
     assert second.grad is not None
@@ -107,10 +108,8 @@ def test_autograd_adds_up_what_is_deferred_with_the_same_bits(stage, chosen):
 
 @on_ranks(2)
 def test_autograd_does_not_add_up_in_fewer_bits():
-    run = Run(0, precision={"param_dtype": "bf16"})
-    run.reducer.let_autograd_add()
-    run.backward(0, more=True)
-    assert all(parameter.unsharded().grad is None for parameter in run.engine.parameters())
+    assert adds_as_autograd(Run(1).engine._runtime)
+    assert not adds_as_autograd(Run(1, precision={"param_dtype": "bf16"}).engine._runtime)
 
 
 @pytest.mark.long_where(stage=[0])

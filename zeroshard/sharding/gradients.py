@@ -123,11 +123,6 @@ class Gradients:
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
 
-    def adds_as_autograd(self) -> bool:
-        """True if sums of gradients have the bits of autograd's own, and stay on the device."""
-        dtypes = {self.buffer.plan.compute_dtype, self._reduce_dtype, self._wide_dtype}
-        return len(dtypes) == 1 and self.store.is_near
-
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""

@@ -169,8 +169,8 @@ class Reducer:
         """The units whose gradients stay here for a later backward."""
         self.adding: Collection[Unit] = ()
         """Those whose gradients autograd adds up meanwhile, in the `grad` of unsharded parameters."""
-        self._addable: Collection[Unit] = ()
-        """Those whose gradients it may add up: all or none."""
+        self.addable: Collection[Unit] = ()
+        """Those whose gradients it may add up: all or none. One rank of data defers gradients for it, too."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
@@ -209,7 +209,7 @@ class Reducer:
                 change only when there are no gradients.
         """
         before, scaling = self._asked, Reducer._scaling
-        defers = before.defers or (more and not send and bool(self._num_summands > 1 or self._addable))
+        defers = before.defers or (more and not send and bool(self._num_summands > 1 or self.addable))
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
         self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
         if scale is not None:
@@ -218,14 +218,6 @@ class Reducer:
             yield
         finally:
             self._asked, Reducer._scaling = before, scaling
-
-    def let_autograd_add(self) -> None:
-        """Let autograd add up gradients without a scale that are deferred, also on one rank.
-
-        Only where its sums have the bits of the sums here.
-        """
-        if not self.is_half and all(map(Gradients.adds_as_autograd, self._all)):
-            self._addable = self._units
 
     @property
     def local_bytes(self) -> int:
@@ -258,7 +250,7 @@ class Reducer:
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
         self._kept = self._units.keys() - role.ending if role.defers else ()
-        self.adding = self._kept if self._addable else ()
+        self.adding = self._kept if self.addable else ()
         if not accumulates:
             return
         hook = self._state.hook
