@@ -109,3 +109,15 @@ def test_a_batch_that_has_failed_takes_no_step_until_zero_grad():
     engine.zero_grad()
     engine.backward(engine(torch.ones(2, 4)).sum())
     assert engine.step()
+
+
+@on_ranks(1)
+def test_a_batch_shows_the_parameters_of_quiet_units_from_its_begin_to_its_end():
+    engine = zeroshard.initialize(Net(), torch.optim.SGD, {"stage": 0, "units": ["Linear"]}).engine
+    layer, runtime = engine.module.first, engine._runtime
+    at_rest = layer.weight
+    with running_batch(runtime):
+        shown = layer.weight
+        engine(numbers(0, 5, 4))
+        assert layer.weight is shown is at_rest.unsharded()
+    assert layer.weight is at_rest

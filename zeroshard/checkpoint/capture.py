@@ -158,8 +158,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     axis, tells_part = axes.savers, axes.pp.size > 1 and axes.everyone.rank == 0
     runtime.wait("save_checkpoint()", Moment.SHOWN)
     runtime.check_slots()
-    held = [gradients for unit in runtime.units for gradients in unit.gradients]
-    if engine._micro_step or any(gradients.has_deferred for gradients in held):
+    if engine._micro_step or runtime.state.has_sums:
         raise RuntimeError(
             "save_checkpoint() in an unfinished step: a checkpoint does not save gradients. End the step "
             "with backward() and step(), or drop it with zero_grad()"

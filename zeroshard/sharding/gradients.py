@@ -5,7 +5,8 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
-For a hook of the user it holds plain sums, too, and the hook takes the place of the exchanges.
+In a pipeline autograd adds these sums up, in the `grad` of unsharded parameters, if that gives the same bits.
+For a hook of the user `flat` holds plain sums, too, and the hook takes the place of the exchanges.
 Reduced gradients are added to the `p.grad` that is there. Where there is none, they wait for the delivery;
 they live on if p.grad is narrower than float32 and a later backward of the same step is known to come.
 A p.grad never has the loss scale in it; `flat` has.
@@ -114,7 +115,6 @@ class Gradients:
         self._filled: set[int] = set()
         """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
-        self._is_deferred = False
         self._reduction: Iterator[Handle | None] = iter(())
         self._exchange: Handle | None = None
         """The exchange under way."""
@@ -122,11 +122,6 @@ class Gradients:
         """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
-
-    @property
-    def has_deferred(self) -> bool:
-        """True if there are sums for a later backward, in no p.grad yet."""
-        return self._is_deferred or bool(self._reduced)
 
     @property
     def local_bytes(self) -> int:
@@ -193,7 +188,6 @@ class Gradients:
             return
         if self._flat is None:
             self._move(GradientState.PACKING)
-            self._is_deferred = self._defer
             is_small = sum(self.buffer.layout.sizes) <= _SMALL and self._context.device.type == "cpu"
             self._scale = 1.0 if self._defer or is_small else self._mean
             self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
@@ -233,8 +227,17 @@ class Gradients:
         else:
             self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
 
+    def take_sums(self) -> None:
+        """Pack what autograd has added up in earlier backwards, if this one has not added to it."""
+        for index in tuple(self.missing):
+            parameter = self.buffer.unsharded[index]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self.pack(index, gradient)
+
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
+        self.take_sums()
         self._move(GradientState.REDUCING)
         self._reduction = self._reduce(self, self._finish_packing()) if self._slices else iter(())
         self._advance()
@@ -303,7 +306,6 @@ class Gradients:
         self._filled = set()
         if self._scale != self._mean:
             flat.mul_(self._mean)
-        self._is_deferred = False
         if flat.dtype == self._reduce_dtype:
             return flat
         reduced = self._take(self._reduce_dtype).copy_(flat)
@@ -438,6 +440,8 @@ class Gradients:
             pass
         if self._flat is not None:
             self._pool.drop(self._flat)
+        for parameter in self.buffer.unsharded:
+            parameter.grad = None
         self._reset()
 
     def _move(self, state: GradientState) -> None:

@@ -311,13 +311,13 @@ class Passes:
             shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
 
-    def receive(self, number: int, index: int, gradient: Tensor) -> None:
+    def receive(self, number: int, index: int, parameter: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.
 
         Args:
             number: the place of its buffer in `trained`.
             index: the place of its parameter in the buffer.
-            gradient: as autograd has accumulated it.
+            parameter: the unsharded parameter, to whose `grad` autograd has added.
 
         Raises:
             RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
@@ -335,6 +335,10 @@ class Passes:
                 f"backward of {unit.described}, after its parameters were freed: return every tensor "
                 "that the loss depends on from the unit's forward"
             )
+        if unit in self._reducer.adding:
+            return
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "called when it has been accumulated"
         self._reducer.receive(gradients, index, gradient)
         if not gradients.missing:
             self._walk.note_gradient(unit)

@@ -167,6 +167,10 @@ class Reducer:
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self._kept: Collection[Unit] = ()
         """The units whose gradients stay here for a later backward."""
+        self.adding: Collection[Unit] = ()
+        """Those whose gradients autograd adds up meanwhile, in the `grad` of unsharded parameters."""
+        self.addable: Collection[Unit] = ()
+        """Those whose gradients it may add up: all or none. One rank of data defers gradients for it, too."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
@@ -205,7 +209,7 @@ class Reducer:
                 change only when there are no gradients.
         """
         before, scaling = self._asked, Reducer._scaling
-        defers = before.defers or (more and not send and self._num_summands > 1)
+        defers = before.defers or (more and not send and bool(self._num_summands > 1 or self.addable))
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
         self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
         if scale is not None:
@@ -246,6 +250,7 @@ class Reducer:
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
         self._kept = self._units.keys() - role.ending if role.defers else ()
+        self.adding = self._kept if self.addable else ()
         if not accumulates:
             return
         hook = self._state.hook
@@ -433,14 +438,13 @@ class Reducer:
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._state.moments.discard(Moment.TAINTED)
-        self._state.has_sums = False
         self._delivered = {}
         self._late.clear()
         self._finish()
-        for gradients in self._all:
-            if gradients.has_deferred or self._ahead:
+        if self._state.has_sums:
+            for gradients in self._all:
                 gradients.drop()
-        self._ahead = {}
+        self._state.has_sums, self._ahead = False, {}
 
     def drop_backward(self) -> None:
         """Drop the gradients that have not been delivered: the backward has ended in an exception.
@@ -479,6 +483,8 @@ class Reducer:
                 different collectives, which a communicator may have mixed up.
         """
         self.start()
+        for gradients in self._all:
+            gradients.take_sums()  # of units that are not reduced
         used, again = self._agree(has_failed=False)
         if used is None:
             self._drop()

@@ -94,9 +94,7 @@ class Runtime:
     @property
     def has_gradients(self) -> bool:
         """True if there are gradients, delivered or deferred."""
-        if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
-            return True
-        return any(gradient_of(parameter) is not None for parameter in self.parameters)
+        return self.state.has_sums or any(gradient_of(parameter) is not None for parameter in self.parameters)
 
     def check_slots(self) -> None:
         """Refuse parameters that others have put into the modules, or edited there, before they are read.
@@ -292,12 +290,9 @@ def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parame
     of_passes = weakref.ref(passes)
 
     def arrived(parameter: Tensor) -> None:
-        passes = of_passes()
-        gradient, parameter.grad = parameter.grad, None
-        if passes is None:
+        if (passes := of_passes()) is None:
             raise closed_error()
-        assert gradient is not None, "called when it has been accumulated"
-        passes.receive(number, index, gradient)
+        passes.receive(number, index, parameter)
 
     Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
 

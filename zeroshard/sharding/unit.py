@@ -17,7 +17,8 @@ memory for cuDNN, and counts no version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -172,6 +173,17 @@ class Slots:
                 slots[attribute] = shown
         if self._watched:
             self._announce()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Show the unsharded parameters until the end: forwards and backwards inside do not look again."""
+        self.install()
+        slots, self._slots = self._slots, []
+        try:
+            yield
+        finally:
+            self._slots = slots
+            self.uninstall()
 
     def _announce(self) -> None:
         for owner, attribute in self._watched:
@@ -394,9 +406,6 @@ class Unit:
         """Drop the gradients of a backward that failed."""
         for gradients in self.gradients:
             gradients.drop()
-        for buffer in self.buffers:
-            for parameter in buffer.unsharded:
-                parameter.grad = None
         self.open_calls.clear()
 
     def release(self) -> None:

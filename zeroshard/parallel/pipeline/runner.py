@@ -129,11 +129,11 @@ class Runner:
                 self._awaited[message] = self._messages.expect(message.source, message.label, forms)
             self._chunks.enter(action)
             for message in receives:
-                self._take(message, found)
+                found[message] = self._take(message, known)
             if number or not has_begun:
                 self._act(action)
             for message in sends:
-                self._send(message, known, found)
+                found[message] = self._send(message, known)
         self._messages.finish()
         self._forms[shapes] = found
         while len(self._forms) > _MOST_FORMS:
@@ -144,30 +144,26 @@ class Runner:
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def _take(self, message: ChunkTransfer, found: dict[ChunkTransfer, Forms]) -> None:
+    def _take(self, message: ChunkTransfer, known: dict[ChunkTransfer, Forms] | None) -> Forms:
         tensors = tuple(self._awaited.pop(message)())
-        found[message] = tuple(map(Form.of, tensors))
         call = self._calls[message.user.place]
         if message.is_activation:
             call.inputs = tensors
         else:
             call.gradients = tensors
+        return tuple(map(Form.of, tensors)) if known is None else known[message]
 
-    def _send(
-        self,
-        message: ChunkTransfer,
-        known: dict[ChunkTransfer, Forms] | None,
-        found: dict[ChunkTransfer, Forms],
-    ) -> None:
+    def _send(self, message: ChunkTransfer, known: dict[ChunkTransfer, Forms] | None) -> Forms:
         call = self._calls.pop(message.user.place)
         tensors = call.inputs if message.is_activation else call.gradients
-        forms = found[message] = tuple(map(Form.of, tensors))
+        forms = tuple(map(Form.of, tensors))
         if known is not None and known[message] != forms:
             raise RuntimeError(
                 f"the {message.label} has {list(forms)}, and had {list(known[message])} for a batch of the "
                 "same shapes: expected the shapes of activations to follow from the shapes of the inputs"
             )
         self._messages.send(tensors, message.target, message.label, with_forms=known is None)
+        return forms
 
     # -- actions --------------------------------------------------------------------------------------
 

@@ -20,9 +20,10 @@ ranks run the same list, so they reduce in the same order.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -36,6 +37,7 @@ from zeroshard.comm.messages import Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import find_tensors
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, STEP, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
@@ -72,7 +74,10 @@ def running_batch(runtime: Runtime) -> Iterator[None]:
     """Run the micro-batches of a batch; no other forward runs between them."""
     runtime.state.moments.add(Moment.BATCH)
     try:
-        yield
+        with ExitStack() as stack:
+            for unit in runtime.passes.quiet:
+                stack.enter_context(unit.slots.held())
+            yield
     except BaseException:
         runtime.reducer.taint()
         raise
@@ -154,7 +159,8 @@ class BatchComparison:
         value = crc32(repr(shapes).encode())
         if self._counts():
             value = _checksum(batch, value)
-        trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
+        with past_guards():
+            trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
         has_changed, self._trained = self._trained not in (None, trained), trained
         hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
         flags = *_flags(value), has_changed, bool(hooked)
@@ -223,6 +229,14 @@ def _checksum(batch: Any, start: int) -> int:
     return start
 
 
+def adds_as_autograd(runtime: Runtime) -> bool:
+    """True if sums of gradients have the bits of autograd's own, and stay on the device."""
+    plans = [buffer.plan for buffer in runtime.buffers if buffer.trainable]
+    is_wide = all(plan.compute_dtype == plan.reduce_dtype == plan.wide_dtype for plan in plans)
+    is_near = all(buffer.store.is_near for buffer in runtime.buffers)
+    return is_wide and is_near and not runtime.reducer.is_half
+
+
 class PipelineTraining:
     """The chunks of this rank as a runner calls them.
 
@@ -248,6 +262,8 @@ class PipelineTraining:
         self._part, self._runtime, self._loss_fn, self.method = part, runtime, loss_fn, method
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
+        if method is None and adds_as_autograd(runtime):
+            runtime.reducer.addable = runtime.units
         self._shared = Shared(runtime, self._messages)
         self._shared.start(optimizer)
         self._products: Products | None = None
@@ -268,6 +284,8 @@ class PipelineTraining:
         """The micro-batches so far with their losses."""
         self._action = STEP
         """The action that runs."""
+        self._described = functools.cache(f"{{}} of pipeline rank {self._messages.rank}".format)
+        """Returns the name of an action in messages."""
         self._runner: Runner
         """The runner of the list."""
         self._scales: list[float] = []
@@ -476,7 +494,7 @@ class PipelineTraining:
     def enter(self, action: Action) -> None:
         """Note the action that begins, for messages about a rank that is lost."""
         self._action = action
-        self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
+        self._runtime.here.action = self._described(action)
         if self.method is not None and self._take_step is not None:
             self.method.enter(action)
 
