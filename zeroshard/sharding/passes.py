@@ -36,6 +36,7 @@ from zeroshard.internals.autograd import (
 from zeroshard.internals.nested import cast_tensors, find_tensors, view_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
+from zeroshard.sharding.gradients import GradientState
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
@@ -45,6 +46,7 @@ _WATCHED = "_zeroshard_watched"
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
+_PACKING = GradientState.PACKING
 
 
 class Passes:
@@ -320,8 +322,8 @@ class Passes:
             gradient: as autograd has accumulated it.
 
         Raises:
-            RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
-                reducer refuses it.
+            RuntimeError: the gradient came after the unit was freed or stepped, or from a reentrant
+                checkpoint.
         """
         unit, gradients = self.trained[number]
         if self._task is not None and backward_task() != self._task:
@@ -335,12 +337,15 @@ class Passes:
                 f"backward of {unit.described}, after its parameters were freed: return every tensor "
                 "that the loss depends on from the unit's forward"
             )
-        self._reducer.receive(gradients, index, gradient)
+        if gradients.state is _PACKING:
+            gradients.pack(index, gradient)
+        else:
+            self._reducer.pack_first(gradients, index, gradient)
         if not gradients.missing:
             self._walk.note_gradient(unit)
 
     def _end_backward(self, makes_graph: bool) -> None:
-        self._walk.finish()
+        self._walk.take()
         self._state.move(_REST)
         if not makes_graph:
             self.calls.end_backward()
@@ -381,7 +386,7 @@ class Passes:
             self._drop_backward()
 
     def _drop_backward(self) -> None:
-        self._walk.finish()  # as the other ranks do
+        self._walk.take()  # as the other ranks do
         self._state.move(_REST)
         self.calls.end_backward()
         self._second_graph.end()
