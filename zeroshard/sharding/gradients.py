@@ -56,6 +56,7 @@ _MOVES = {
 
 _NEAR = GradientStore()
 
+
 class Gradients:
     """Pack, walk through the exchanges of the plan, deliver.
 
@@ -111,7 +112,6 @@ class Gradients:
         self._filled: set[int] = set()
         """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
-        self._is_deferred = False
         self._reduction: Iterator[Handle | None] = iter(())
         self._exchange: Handle | None = None
         """The exchange under way."""
@@ -122,8 +122,8 @@ class Gradients:
 
     @property
     def has_deferred(self) -> bool:
-        """True if there are sums for a later backward, in no p.grad yet."""
-        return self._is_deferred or bool(self._reduced)
+        """True if there are sums for a later backward, in no p.grad yet; asked between backwards."""
+        return self._flat is not None or bool(self._reduced)
 
     @property
     def local_bytes(self) -> int:
@@ -190,7 +190,6 @@ class Gradients:
             return
         if self._flat is None:
             self._move(GradientState.PACKING)
-            self._is_deferred = self._defer
             self._scale = 1.0 if self._defer else self._mean
             self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
@@ -298,7 +297,6 @@ class Gradients:
         self._filled = set()
         if self._scale != self._mean:
             flat.mul_(self._mean)
-        self._is_deferred = False
         if flat.dtype == self._reduce_dtype:
             return flat
         reduced = self._take(self._reduce_dtype).copy_(flat)
@@ -316,8 +314,7 @@ class Gradients:
         Returns:
             True while the reduction has not come to its end.
         """
-        if self._exchange is not None:
-            self._advance()
+        self.wait()
         if self.state is GradientState.REDUCING:
             self._advance()
         return self.state is GradientState.REDUCING

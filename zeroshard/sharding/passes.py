@@ -287,8 +287,8 @@ class Passes:
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         self._state.steps.settle()
-        trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
-        if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
+        parameters = (p for _, gradients in self.trained for p in gradients.buffer.unsharded)
+        if accumulates := will_accumulate(p for p in parameters if p.requires_grad):
             self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()
         self._state.move(_BACKWARD)
@@ -297,8 +297,7 @@ class Passes:
         if makes_graph := torch.is_grad_enabled():
             self._second_graph.take(*self._units)
         self.calls.collect()
-        units, num_prefetch = self._order.reductions, self._num_prefetch
-        self._walk = Walk(units, self._reducer, self._graph, num_prefetch=num_prefetch)
+        self._walk = Walk(self._order.reductions, self._reducer, self._graph, num_prefetch=self._num_prefetch)
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)

@@ -26,8 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress, islice, pairwise
-from operator import attrgetter
+from itertools import compress, islice, pairwise
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -220,6 +219,12 @@ class Reducer:
         """Bytes of gradients that wait here for a later reduction."""
         return sum(gradients.local_bytes for gradients in self._all)
 
+    @property
+    def has_delivered(self) -> bool:
+        """True if there is a `p.grad`."""
+        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
+        return any(gradient_of(parameter) is not None for parameter in parameters)
+
     def check_begin(self) -> None:
         """Check that a backward that begins may add to the gradients of this step.
 
@@ -230,14 +235,14 @@ class Reducer:
         """
         parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)
         trained = next((p.fqn for p in parameters if p.requires_grad), None)
-        if trained is not None and Reducer._scaling not in (None, self):
+        if trained and Reducer._scaling not in (None, self):
             raise RuntimeError(
                 "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
                 "trained parameters of another engine, which does not know the scale: call backward(loss) of "
                 "each engine on a loss of its own; for one loss over two models, put both into one module, "
                 "with one engine"
             )
-        if trained is not None and self.is_half and self._asked.scale is None:
+        if trained and self.is_half and self._asked.scale is None:
             raise RuntimeError(
                 f"the gradient of '{trained}' is one of a loss without loss scale, and in float16 small "
                 "gradients vanish: call engine.backward(loss), not loss.backward()"
@@ -303,9 +308,8 @@ class Reducer:
             self._must_agree = False
         ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready, self._ended = deque(ordered), set(), []
-        if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            sharded = chain.from_iterable(map(attrgetter("buffer.sharded"), self._all))
-            self._state.has_shown_gradients = bool(set(map(gradient_of, sharded)) - {None})
+        # Whoever holds a `p.grad` may change it later as well.
+        self._state.has_shown_gradients &= self.has_delivered
 
     def start(self, unit: Unit | None = None) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.
@@ -449,8 +453,7 @@ class Reducer:
 
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
-        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
-        if self._state.has_sums or any(gradient_of(p) is not None for p in parameters):
+        if self._state.has_sums or self.has_delivered:
             self._state.moments.add(Moment.TAINTED)
 
     def _drop(self) -> None:

@@ -265,8 +265,9 @@ class Walk:
             self.take(unit.visit.ended)
         if unit.is_complete:
             for turn in islice(self._turns, self._next, None):
-                is_left = turn.act == "leave"
-                if turn.act == "enter" or (is_left and not self._reducer.start_complete(turn.unit)):
+                if turn.act == "enter" or (
+                    turn.act == "leave" and not self._reducer.start_complete(turn.unit)
+                ):
                     break
 
     def enter_again(self, unit: Unit, tick: int) -> ForwardCall:
