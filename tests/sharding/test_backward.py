@@ -145,7 +145,7 @@ def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset())
         if number in completes and call.began == call.unit.visit.began:
             call.unit.is_complete = True
             walk.note_gradient(call.unit)
-    walk.finish()
+    walk.take()
     return log
 
 
@@ -189,7 +189,7 @@ def test_at_most_the_units_ahead_and_those_around_are_gathered(case, num_prefetc
     walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch)
     inside = 0
     for turn in turns:
-        walk._take_until(turn.tick)
+        walk.take(turn.tick)
         inside += {"enter": 1, "leave": 0, "free": -1}[turn.act]
         assert sum(unit.is_gathered for unit in units) <= inside + num_prefetch
 

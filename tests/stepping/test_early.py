@@ -248,7 +248,7 @@ def delay_a_gradient(engine):
 
     def keep(gradient):
         if reducer.step_unit is None:
-            reducer._keep_late(gradients, 0, torch.zeros_like(gradients.buffer.unsharded[0]))
+            reducer.pack_first(gradients, 0, torch.zeros_like(gradients.buffer.unsharded[0]))
 
     def hook(module, args):
         if torch.is_grad_enabled():

@@ -55,7 +55,7 @@ class Pending:
     label: str
     kind: str
     works: Sequence[dist.Work | None]
-    then: Callable[[], None] | None = None
+    then: Callable[[], object] = object
 
     def __post_init__(self) -> None:
         self.axis.under_way.add(self)
@@ -68,10 +68,9 @@ class Pending:
         """
         self.axis.under_way.discard(self)
         works, self.works = self.works, ()
-        then, self.then = self.then, None
+        then, self.then = self.then, object
         self.axis.waits.wait_for(works, self.label, self.kind)
-        if then is not None:
-            then()
+        then()
 
 
 Handle = Pending | streams.Mark

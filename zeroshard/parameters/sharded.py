@@ -158,14 +158,17 @@ class ShardedParameter(NotCopied, nn.Parameter):
             self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
-        state.show_gradients()
+        if state.before_look is not None:
+            state.before_look()
+        state.has_shown_gradients = True
         return self._gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
             self._refuse_sums()
-        self.state.show_gradients()
+        self.state.look()
+        self.state.has_shown_gradients = True
         try:
             with past_guards():
                 _SET_GRAD[0](self, gradient)

@@ -144,11 +144,6 @@ class ModuleState:
         if self.before_look is not None:
             self.before_look()
 
-    def show_gradients(self) -> None:
-        """Prepare for somebody who reads or sets a `p.grad`."""
-        self.look()
-        self.has_shown_gradients = True
-
     def refuse(self, call: str, *moments: Moment) -> None:
         """Refuse a call in some moments.
 

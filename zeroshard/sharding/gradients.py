@@ -57,10 +57,6 @@ _MOVES = {
 
 _NEAR = GradientStore()
 
-_SMALL = 1 << 14
-"""Elements of gradients on a CPU up to which a packed buffer is scaled as a whole: a product of a small
-tensor and a number takes several times as long as a copy. Of more, a second pass would take longer."""
-
 
 class Gradients:
     """Pack, walk through the exchanges of the plan, deliver.
@@ -80,10 +76,12 @@ class Gradients:
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
         self._mean = self._scale = 1.0
         """The factor that makes means of gradients, and the part of it that is in the packed buffer."""
+        self._factor = torch.tensor(1.0 / context.axes.dp.size, dtype=torch.float64, device="cpu")
+        """The value of `_scale` other than 1: a product with a number makes a tensor of it first."""
         self._reduce: Callable[[Gradients, Tensor], Iterator[Handle | None]] = Gradients.over_ranks
         """Turns packed gradients into reduced ones; no bound method, which would be a cycle."""
-        self._factor: Tensor | None = None
-        """[1], on the device: the value of `_scale`."""
+        self._wide_factor: Tensor | None = None
+        """[1], on the device: the same for gradients in another dtype; it takes part in type promotion."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         gaps, total = buffer.layout.gaps, buffer.layout.total
         is_mostly_padding = 2 * sum(gap.size for gap in gaps) > total
@@ -126,8 +124,8 @@ class Gradients:
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
-        flat = () if self._flat is None else (self._flat,)
-        return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
+        own = self._flat, *self._reduced.values(), *(parameter.grad for parameter in self.buffer.unsharded)
+        return sum(tensor.nbytes for tensor in own if tensor is not None)
 
     def begin(
         self, more: bool, defer: bool, scale: float | None = None, *, steps: bool = False, hook: Any = None
@@ -188,24 +186,22 @@ class Gradients:
             return
         if self._flat is None:
             self._move(GradientState.PACKING)
-            is_small = sum(self.buffer.layout.sizes) <= _SMALL and self._context.device.type == "cpu"
-            self._scale = 1.0 if self._defer or is_small else self._mean
+            self._scale = 1.0 if self._defer else self._mean
             self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
-        scale = self._scale
         if index in self._filled:
-            target.add_(gradient, alpha=scale)
-        elif scale == 1.0:
+            target.add_(gradient, alpha=self._scale)
+        elif self._scale == 1.0:
             target.copy_(gradient)
         elif gradient.dtype == target.dtype:
-            torch.mul(gradient, scale, out=target)
-        elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
-            target.copy_(gradient).mul_(scale)
-        else:  # one kernel
-            if self._factor is None:  # with one dimension, unlike a number, it takes part in type promotion
-                wide = torch.promote_types(gradient.dtype, target.dtype)
-                self._factor = torch.full((1,), scale, dtype=wide, device=target.device)
             torch.mul(gradient, self._factor, out=target)
+        elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
+            target.copy_(gradient).mul_(self._factor)
+        else:  # one kernel
+            if self._wide_factor is None:
+                wide = torch.promote_types(gradient.dtype, target.dtype)
+                self._wide_factor = torch.full((1,), self._mean, dtype=wide, device=target.device)
+            torch.mul(gradient, self._wide_factor, out=target)
         self._filled.add(index)
 
     def _keep(self, index: int, gradient: Tensor) -> None:
@@ -323,8 +319,7 @@ class Gradients:
         Returns:
             True while the reduction has not come to its end.
         """
-        if self._exchange is not None:
-            self._advance()
+        self.wait()
         if self.state is GradientState.REDUCING:
             self._advance()
         return self.state is GradientState.REDUCING

@@ -36,6 +36,7 @@ from zeroshard.internals.autograd import (
 from zeroshard.internals.nested import cast_tensors, find_tensors, view_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
+from zeroshard.sharding.gradients import GradientState
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
@@ -45,6 +46,7 @@ _WATCHED = "_zeroshard_watched"
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
+_PACKING = GradientState.PACKING
 
 
 class Passes:
@@ -285,8 +287,8 @@ class Passes:
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         self._state.steps.settle()
-        trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
-        if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
+        parameters = (p for _, gradients in self.trained for p in gradients.buffer.unsharded)
+        if accumulates := will_accumulate(p for p in parameters if p.requires_grad):
             self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()
         self._state.move(_BACKWARD)
@@ -295,8 +297,7 @@ class Passes:
         if makes_graph := torch.is_grad_enabled():
             self._second_graph.take(*self._units)
         self.calls.collect()
-        units, num_prefetch = self._order.reductions, self._num_prefetch
-        self._walk = Walk(units, self._reducer, self._graph, num_prefetch=num_prefetch)
+        self._walk = Walk(self._order.reductions, self._reducer, self._graph, num_prefetch=self._num_prefetch)
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
@@ -320,8 +321,8 @@ class Passes:
             parameter: the unsharded parameter, to whose `grad` autograd has added.
 
         Raises:
-            RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
-                reducer refuses it.
+            RuntimeError: the gradient came after the unit was freed or stepped, or from a reentrant
+                checkpoint.
         """
         unit, gradients = self.trained[number]
         if self._task is not None and backward_task() != self._task:
@@ -339,12 +340,15 @@ class Passes:
             return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "called when it has been accumulated"
-        self._reducer.receive(gradients, index, gradient)
+        if gradients.state is _PACKING:
+            gradients.pack(index, gradient)
+        else:
+            self._reducer.pack_first(gradients, index, gradient)
         if not gradients.missing:
             self._walk.note_gradient(unit)
 
     def _end_backward(self, makes_graph: bool) -> None:
-        self._walk.finish()
+        self._walk.take()
         self._state.move(_REST)
         if not makes_graph:
             self.calls.end_backward()
@@ -385,7 +389,7 @@ class Passes:
             self._drop_backward()
 
     def _drop_backward(self) -> None:
-        self._walk.finish()  # as the other ranks do
+        self._walk.take()  # as the other ranks do
         self._state.move(_REST)
         self.calls.end_backward()
         self._second_graph.end()

@@ -26,8 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress, islice, pairwise
-from operator import attrgetter
+from itertools import compress, islice, pairwise
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -224,21 +223,33 @@ class Reducer:
         """Bytes of gradients that wait here for a later reduction."""
         return sum(gradients.local_bytes for gradients in self._all)
 
+    @property
+    def has_delivered(self) -> bool:
+        """True if there is a `p.grad`."""
+        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
+        return any(gradient_of(parameter) is not None for parameter in parameters)
+
     def check_begin(self) -> None:
         """Check that a backward that begins may add to the gradients of this step.
 
         Raises:
             RuntimeError: a backward has stepped units since the last step: gradients that came now would be
                 stepped with once more. Or it is a backward of another engine, whose loss scale would be
-                in the gradients.
+                in the gradients; or the loss has no loss scale and needs one.
         """
         parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)
-        if Reducer._scaling not in (None, self) and any(p.requires_grad for p in parameters):
+        trained = next((p.fqn for p in parameters if p.requires_grad), None)
+        if trained and Reducer._scaling not in (None, self):
             raise RuntimeError(
                 "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
                 "trained parameters of another engine, which does not know the scale: call backward(loss) of "
                 "each engine on a loss of its own; for one loss over two models, put both into one module, "
                 "with one engine"
+            )
+        if trained and self.is_half and self._asked.scale is None:
+            raise RuntimeError(
+                f"the gradient of '{trained}' is one of a loss without loss scale, and in float16 small "
+                "gradients vanish: call engine.backward(loss), not loss.backward()"
             )
         self._state.refuse("a backward", Moment.STEPPED)
 
@@ -266,39 +277,28 @@ class Reducer:
         else:
             self._open_ahead(role.ending)
 
-    def receive(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Take the gradient of the parameter at an index of a buffer.
+    def pack_first(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        """Pack a gradient of a buffer that holds none yet, or keep it for a reduction at the end.
+
+        A parameter that is used outside of its unit's forward, or in a forward before the last backward, may
+        get its gradient after the reduction of its unit.
 
         Raises:
-            RuntimeError: the loss has no loss scale and needs one, or the unit is stepped already.
+            RuntimeError: the unit is stepped already.
         """
-        if self.is_half and self._role.scale is None:
-            raise RuntimeError(
-                f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
-                "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
-            )
-        if gradients.state is not GradientState.PACKING:
-            if gradients.state is not GradientState.EMPTY:
-                self._keep_late(gradients, index, gradient)
-                return
+        if gradients.state is GradientState.EMPTY:
             for unit in self.under_way[:-1]:  # see [Note: Two packed units]
                 for older in unit.gradients:
                     older.wait()
-        gradients.pack(index, gradient)
-
-    def _keep_late(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Keep a gradient that came after the reduction of its unit, for one more at the end.
-
-        A parameter that is used outside of its unit's forward, or in a forward before the last backward, may
-        get its gradient after the unit was left.
-        """
-        if self.step_unit is not None:
+            gradients.pack(index, gradient)
+        elif self.step_unit is None:
+            gradients.used[index] = True
+            self._late.append((gradients, index, gradient))
+        else:
             raise RuntimeError(
                 f"{gradients.buffer.described} got a gradient after it was stepped in this backward: "
                 "load the last checkpoint, and set offload.step_in_backward=False"
             )
-        gradients.used[index] = True
-        self._late.append((gradients, index, gradient))
 
     def _open_ahead(self, units: Collection[Unit]) -> None:
         """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
@@ -313,9 +313,8 @@ class Reducer:
             self._must_agree = False
         ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready, self._ended = deque(ordered), set(), []
-        if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            sharded = chain.from_iterable(map(attrgetter("buffer.sharded"), self._all))
-            self._state.has_shown_gradients = bool(set(map(gradient_of, sharded)) - {None})
+        # Whoever holds a `p.grad` may change it later as well.
+        self._state.has_shown_gradients &= self.has_delivered
 
     def start(self, unit: Unit | None = None) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.
@@ -338,12 +337,10 @@ class Reducer:
         Returns:
             True if it has been started, now or before in this backward.
         """
-        if unit.name in self._ready:
-            return True
-        if unit in self._kept or not unit.is_complete:
-            return False
-        self.start(unit)
-        return True
+        is_complete = unit.name in self._ready or (unit not in self._kept and unit.is_complete)
+        if is_complete:
+            self.start(unit)
+        return is_complete
 
     def start_ahead(self, units: Collection[Unit]) -> None:
         """Start the reductions of units to whose gradients no later backward of the step adds; repeatable.
@@ -460,8 +457,7 @@ class Reducer:
 
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
-        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
-        if self._state.has_sums or any(gradient_of(p) is not None for p in parameters):
+        if self._state.has_sums or self.has_delivered:
             self._state.moments.add(Moment.TAINTED)
 
     def _drop(self) -> None:

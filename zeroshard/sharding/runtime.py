@@ -20,7 +20,7 @@ from zeroshard.comm.streams import Streams, mark_here
 from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradients
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.names import Cast
@@ -94,7 +94,7 @@ class Runtime:
     @property
     def has_gradients(self) -> bool:
         """True if there are gradients, delivered or deferred."""
-        return self.state.has_sums or any(gradient_of(parameter) is not None for parameter in self.parameters)
+        return self.state.has_sums or self.reducer.has_delivered
 
     def check_slots(self) -> None:
         """Refuse parameters that others have put into the modules, or edited there, before they are read.
@@ -104,7 +104,7 @@ class Runtime:
         """
         for unit in self.units:
             unit.slots.check()
-            unit.check_edits()
+        self.check_edits()
         self.check_additions()
         self.check_removals()
 
@@ -215,20 +215,17 @@ class Runtime:
         self.passes.drop_graphs()
         self.reducer.drop_deferred()
 
-    def clear_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set `p.grad` to None. torch's `zero_grad` takes several times as long: it reads each one first.
 
         Args:
             parameters: sharded parameters, and perhaps ignored ones.
         """
         self.state.has_shown_gradients = True
-        sharded: list[ShardedParameter] = []
         for parameter in parameters:
-            if isinstance(parameter, ShardedParameter):
-                sharded.append(parameter)
-            else:
+            if not isinstance(parameter, ShardedParameter):
                 parameter.grad = None
-        set_gradients([(parameter, None) for parameter in sharded if gradient_of(parameter) is not None])
+        set_gradients([(p, None) for p in only_sharded(parameters) if gradient_of(p) is not None])
 
     def wait(self, call: str = "", *refused: Moment) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.

@@ -253,7 +253,7 @@ class Walk:
 
     def enter(self, call: ForwardCall) -> None:
         """Take the turns up to the end of a call, since the gradient of one of its outputs has arrived."""
-        self._take_until(call.ended)
+        self.take(call.ended)
         if call.unit not in self._inside:  # a call from before the last backward, or its graph comes again
             self._inside.add(call.unit)
             for turn in last_turns(call.unit, call.began):
@@ -262,11 +262,12 @@ class Walk:
     def note_gradient(self, unit: Unit) -> None:
         """Start the reductions that are due and complete, since a gradient of a parameter has arrived."""
         if unit.visit is not None and unit not in self._inside:  # its outputs could not be watched
-            self._take_until(unit.visit.ended)
+            self.take(unit.visit.ended)
         if unit.is_complete:
             for turn in islice(self._turns, self._next, None):
-                is_left = turn.act == "leave"
-                if turn.act == "enter" or (is_left and not self._reducer.start_complete(turn.unit)):
+                if turn.act == "enter" or (
+                    turn.act == "leave" and not self._reducer.start_complete(turn.unit)
+                ):
                     break
 
     def enter_again(self, unit: Unit, tick: int) -> ForwardCall:
@@ -281,16 +282,13 @@ class Walk:
         visit = unit.visit or Visit(tick, tick)
         call = ForwardCall(unit, visit.began, min(self._now, visit.ended))
         if visit.regions:
-            self._take_until(visit.regions[-1].ended)
+            self.take(visit.regions[-1].ended)
         elif unit in self._route[self._num_gathered :]:  # an unknown kind of checkpoint: nothing more is over
             self._gather(self._route.index(unit) + 1)
         return call
 
-    def finish(self) -> None:
-        """Take the turns that are left: the backward is over, or has failed."""
-        self._take_until(0)
-
-    def _take_until(self, tick: int) -> None:
+    def take(self, tick: int = 0) -> None:
+        """Take the turns up to a tick; by default all that are left: the backward is over, or has failed."""
         while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
             _, unit, act = self._turns[self._next]
             self._next += 1

@@ -203,8 +203,8 @@ def _hook(
         if engine is not None and (judge := engine.judge()) is not None:
             judge(args, kwargs)
         result = step(*args, **kwargs)
-        parameters = only_sharded([p for group in optimizer.param_groups for p in group["params"]])
-        stepped = {parameter for parameter in parameters if gradient_of(parameter) is not None}
+        sharded = (only_sharded(group["params"]) for group in optimizer.param_groups)
+        stepped = {p for parameters in sharded for p in parameters if gradient_of(p) is not None}
         runtime.after_step(stepped, is_last(optimizer))
         runtime.here.exit()
         if engine is not None and (count := engine.count()) is not None:
