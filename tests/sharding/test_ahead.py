@@ -95,7 +95,7 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
 def test_autograd_adds_up_what_is_deferred_with_the_same_bits(stage, chosen):
     """Also what no later backward adds to, and after sums that were dropped."""
     run = Run(stage)
-    run.reducer.addable = run.engine._runtime.units
+    run.reducer.autograd_adds = True
     run.backward(0, more=True)
     second = run.engine.module.halves[1][0].up.weight.unsharded()
     assert second.grad is not None

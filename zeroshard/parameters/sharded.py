@@ -158,8 +158,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
             self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
-        if state.before_look is not None:
-            state.before_look()
+        state.look()
         state.has_shown_gradients = True
         return self._gradient
 

@@ -51,6 +51,8 @@ SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("zbv", 2), ("interleaved"
 _POWERS = tuple(1 << power for power in range(7))
 _MOST_MICROBATCHES = 64
 """Of a pipeline: with more, bubbles are no longer what is lost."""
+_WIDEST = 29
+"""Characters of a configuration in a table: the other columns take the rest of a line of 79."""
 
 
 class SearchResult(NamedTuple):
@@ -189,7 +191,7 @@ def table(predictor: Predictor, found: SearchResult) -> str:
     for one in found.best:
         own = f"{one.seconds:.4g} s", f"{predictor.samples / one.seconds:,.1f}"
         room = map(format_bytes, (one.estimate.peak, one.estimate.host))
-        rows.append((fill(str(one.choice), 29), *own, *room))  # the other columns take the rest of a line of 79
+        rows.append((fill(str(one.choice), _WIDEST), *own, *room))
     title = f"{cluster.num_ranks} ranks of {cluster.name}, {how}: best of {found.num:,} configurations"
     return render(title, ("configuration", "step", "samples/s", "device", "host"), rows)
 

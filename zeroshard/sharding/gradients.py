@@ -226,9 +226,8 @@ class Gradients:
     def take_sums(self) -> None:
         """Pack what autograd has added up in earlier backwards, if this one has not added to it."""
         for index in tuple(self.missing):
-            parameter = self.buffer.unsharded[index]
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
+            if (gradient := self.buffer.unsharded[index].grad) is not None:
+                self.buffer.unsharded[index].grad = None
                 self.pack(index, gradient)
 
     def start_reduce(self) -> bool:

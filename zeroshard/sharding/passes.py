@@ -46,7 +46,6 @@ _WATCHED = "_zeroshard_watched"
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
-_PACKING = GradientState.PACKING
 
 
 class Passes:
@@ -338,9 +337,9 @@ class Passes:
             )
         if unit in self._reducer.adding:
             return
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None, "called when it has been accumulated"
-        if gradients.state is _PACKING:
+        gradient: Any = parameter.grad  # there is one: autograd has just accumulated it
+        parameter.grad = None
+        if gradients.state is GradientState.PACKING:
             gradients.pack(index, gradient)
         else:
             self._reducer.pack_first(gradients, index, gradient)

@@ -168,8 +168,8 @@ class Reducer:
         """The units whose gradients stay here for a later backward."""
         self.adding: Collection[Unit] = ()
         """Those whose gradients autograd adds up meanwhile, in the `grad` of unsharded parameters."""
-        self.addable: Collection[Unit] = ()
-        """Those whose gradients it may add up: all or none. One rank of data defers gradients for it, too."""
+        self.autograd_adds = False
+        """True if autograd may add up what is deferred. One rank of data defers gradients for it, too."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
@@ -208,7 +208,7 @@ class Reducer:
                 change only when there are no gradients.
         """
         before, scaling = self._asked, Reducer._scaling
-        defers = before.defers or (more and not send and bool(self._num_summands > 1 or self.addable))
+        defers = before.defers or (more and not send and (self._num_summands > 1 or self.autograd_adds))
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
         self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
         if scale is not None:
@@ -226,8 +226,7 @@ class Reducer:
     @property
     def has_delivered(self) -> bool:
         """True if there is a `p.grad`."""
-        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
-        return any(gradient_of(parameter) is not None for parameter in parameters)
+        return any(gradient_of(p) is not None for gradients in self._all for p in gradients.buffer.sharded)
 
     def check_begin(self) -> None:
         """Check that a backward that begins may add to the gradients of this step.
@@ -237,19 +236,18 @@ class Reducer:
                 stepped with once more. Or it is a backward of another engine, whose loss scale would be
                 in the gradients; or the loss has no loss scale and needs one.
         """
-        parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)
-        trained = next((p.fqn for p in parameters if p.requires_grad), None)
-        if trained and Reducer._scaling not in (None, self):
+        if not any(p.requires_grad for gradients in self._all for p in gradients.buffer.unsharded):
+            return
+        if Reducer._scaling not in (None, self):
             raise RuntimeError(
                 "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
                 "trained parameters of another engine, which does not know the scale: call backward(loss) of "
                 "each engine on a loss of its own; for one loss over two models, put both into one module, "
                 "with one engine"
             )
-        if trained and self.is_half and self._asked.scale is None:
+        if self.is_half and self._asked.scale is None:
             raise RuntimeError(
-                f"the gradient of '{trained}' is one of a loss without loss scale, and in float16 small "
-                "gradients vanish: call engine.backward(loss), not loss.backward()"
+                "in float16 small gradients of a loss without loss scale vanish: call engine.backward(loss)"
             )
         self._state.refuse("a backward", Moment.STEPPED)
 
@@ -261,7 +259,7 @@ class Reducer:
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
         self._kept = self._units.keys() - role.ending if role.defers else ()
-        self.adding = self._kept if self.addable else ()
+        self.adding = self._kept if self.autograd_adds else ()
         if not accumulates:
             return
         hook = self._state.hook
@@ -435,13 +433,12 @@ class Reducer:
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._state.moments.discard(Moment.TAINTED)
-        self._delivered = {}
         self._late.clear()
         self._finish()
         if self._state.has_sums:
             for gradients in self._all:
                 gradients.drop()
-        self._state.has_sums, self._ahead = False, {}
+        self._state.has_sums, self._ahead, self._delivered = False, {}, {}
 
     def drop_backward(self) -> None:
         """Drop the gradients that have not been delivered: the backward has ended in an exception.

@@ -262,8 +262,7 @@ class PipelineTraining:
         self._part, self._runtime, self._loss_fn, self.method = part, runtime, loss_fn, method
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
-        if method is None and adds_as_autograd(runtime):
-            runtime.reducer.addable = runtime.units
+        runtime.reducer.autograd_adds = method is None and adds_as_autograd(runtime)
         self._shared = Shared(runtime, self._messages)
         self._shared.start(optimizer)
         self._products: Products | None = None
