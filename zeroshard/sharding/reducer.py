@@ -247,7 +247,7 @@ class Reducer:
             )
         if self.is_half and self._asked.scale is None:
             raise RuntimeError(
-                "in float16 small gradients of a loss without loss scale vanish: call engine.backward(loss)"
+                "a loss without loss scale in float16: call engine.backward(loss), not loss.backward()"
             )
         self._state.refuse("a backward", Moment.STEPPED)
 
