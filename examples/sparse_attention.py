@@ -140,8 +140,9 @@ def register(name: str, pattern: Pattern) -> None:
     ) -> tuple[Tensor, None]:
         if attention_mask is not None or key.shape[2] != query.shape[2]:
             raise ValueError(f"{name}: expected batches without padding, and use_cache=False")
-        if options.get("dropout"):
-            raise ValueError(f"{name}: expected attention_dropout=0")
+        for key in ("softcap", "s_aux", "sliding_window", "dropout"):
+            if isinstance(value := options.get(key), Tensor) or value:
+                raise ValueError(f"{name}: expected no {key}")
         is_causal = bool(getattr(module, "is_causal", False))
         out = attend(pattern, query, key, value, options.get("scaling"), is_causal)
         return out.transpose(1, 2).contiguous(), None

@@ -247,14 +247,23 @@ def test_post_local_sgd_over_shard_groups_gives_the_parameters_of_ddp_at_stage_1
 
 
 @on_ranks(2)
-def test_a_state_of_ranks_that_go_further_apart_is_not_loaded(tmp_path):
-    alone = post_local(2, post_local_gradient_allreduce=False)[0]
-    sharded(alone, post_localSGD_hook, stage=0).save_checkpoint(tmp_path)
-    state = post_local(2)[0]
-    engine = sharded(state, post_localSGD_hook, stage=1)
-    with pytest.warns(UserWarning, match="a hook keeps its present state"):
-        engine.load_checkpoint(tmp_path)
-    assert state.post_local_gradient_allreduce
+def test_a_state_of_ranks_that_go_further_apart_or_of_another_hook_is_not_loaded(tmp_path):
+    """One of the shard group neither takes a state of no group: the hook would take the ranks of a node."""
+    saved = [
+        (post_local(2, post_local_gradient_allreduce=False)[0], post_localSGD_hook),
+        (PostLocalSGDState(None, None, START), post_localSGD_hook),
+        (power(), powerSGD_hook),
+    ]
+    for tag, pair in enumerate(saved):
+        sharded(*pair, stage=0).save_checkpoint(tmp_path, str(tag))
+        state = post_local(2)[0]
+        engine = sharded(state, post_localSGD_hook, stage=1)
+        compressed = sharded(None, bf16_compress_hook, stage=1)
+        for one in (engine, compressed):
+            with pytest.warns(UserWarning, match="a hook keeps its present state"):
+                one.load_checkpoint(tmp_path, str(tag))
+        assert state.post_local_gradient_allreduce
+        assert (state.subgroup is not None, state.iter) == (True, 0)
 
 
 @on_ranks(4)

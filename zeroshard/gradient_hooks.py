@@ -93,6 +93,7 @@ class GradientHook:
     def __init__(self, state: Any, hook: Hook, axis: Axis, needed: Callable[[], bool] | None = None) -> None:
         self.state, self._hook, self._axis, self._needed = state, hook, axis, needed
         self.name = f"gradient_hook={getattr(hook, '__name__', type(hook).__name__)}"
+        self._kind = f"{self.name} of {type(state).__name__}"
         self.lets_go_apart = hasattr(state, "post_local_gradient_allreduce") or "=noop_hook" in self.name
         """True for hooks of torch with which ranks go on with different parameters."""
         self.is_local = needed is not None or self.lets_go_apart
@@ -106,7 +107,7 @@ class GradientHook:
         """Return what must be the same on all ranks: of states of torch, the numbers, too."""
         values = self.saved() if type(self.state).__module__.startswith("torch.") else {}
         plain = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        return f"{self.name} of {type(self.state).__name__} {plain}"
+        return f"{self._kind} {plain}"
 
     def over(self, buffers: Sequence[FlatBuffer]) -> None:
         """Number the buffers that the hook reduces from the last one on, on all ranks alike."""
@@ -192,10 +193,15 @@ class GradientHook:
         return [leaf for leaf in pytree.tree_leaves(self.saved()) if isinstance(leaf, Tensor)]
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Return True if a record of `to_files` is of the same buckets, and of ranks that go as far apart."""
-        key = "post_local_gradient_allreduce"
-        is_alike = record["values"].get(key) == getattr(self.state, key, None)
-        return bool(is_alike and record["buckets"] == [*self._buckets.values()])
+        """Return True if a record of `to_files` is of the same hook, kind of state, groups and buckets."""
+        key, values = "post_local_gradient_allreduce", record["values"]
+        is_alike = record.get("of", self._kind) == self._kind and record["buckets"] == [
+            *self._buckets.values()
+        ]
+        groups = self._values().keys() - self.saved().keys()  # they stay: the state was saved with None there
+        return bool(
+            is_alike and values.get(key) == getattr(self.state, key, None) and not groups & values.keys()
+        )
 
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a checkpoint keeps of this rank: a record without tensors, and the tensors by name."""
@@ -203,7 +209,8 @@ class GradientHook:
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = {f"gradient_hook/{self._axis.rank}/{at}": leaves[at] for at in places}
         plain = pytree.tree_unflatten([None if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
-        return {"buckets": [*self._buckets.values()], "values": plain, "tensors": [*tensors]}, tensors
+        record = {"of": self._kind, "buckets": [*self._buckets.values()], "values": plain}
+        return record | {"tensors": [*tensors]}, tensors
 
     def from_files(self, record: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
         """Take over what `to_files` has returned, with the tensors of the record in their order."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention
+from transformers import AttentionInterface
 
 import zeroshard
 from tests.distributed.training import ALL_STAGES, build
@@ -257,3 +258,13 @@ def test_padding_and_caches_are_refused():
         with pytest.raises(ValueError, match="without padding"):
             model(tokens, **options)
     model(tokens, attention_mask=torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("options", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": 16}])
+def test_attention_with_more_than_a_pattern_is_refused(options):
+    """As of Gemma 2, of gpt-oss and of Mistral: transformers hands these on."""
+    sparse().build("bigbird")
+    [name] = options
+    query = torch.zeros(1, 2, 32, 8)
+    with pytest.raises(ValueError, match=f"expected no {name}"):
+        AttentionInterface()["bigbird"](torch.nn.Module(), query, query, query, None, **options)

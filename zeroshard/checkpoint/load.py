@@ -258,7 +258,7 @@ class _Loading:
         return names
 
     def _match_hook(self) -> dict[str, Any] | None:
-        """The record of this rank's gradient hook; None, with a warning, if it is of another layout."""
+        """The record of this rank's gradient hook; None, with a warning, if it is of another one."""
         hook, saved, axis = self._runtime.state.hook, self.values.hooks, self._runtime.context.axes.world
         with naming_damage(self.stored.directory / VALUES):
             if hook is not None and len(saved) == axis.size and hook.fits(saved[axis.rank]):
@@ -269,8 +269,8 @@ class _Loading:
         if saved or (hook is not None and hook.saved()):
             warn_user(
                 f"'{self.stored.directory}' holds the state of a gradient hook on {len(saved)} ranks, and "
-                f"the engine has none, or other units, or {axis.size} ranks: it is not loaded, and a hook "
-                "keeps its present state"
+                f"the engine has none or another, other units or groups, or {axis.size} ranks: it is not loaded, "
+                "and a hook keeps its present state"
             )
         return None
 
