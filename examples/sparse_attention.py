@@ -140,9 +140,9 @@ def register(name: str, pattern: Pattern) -> None:
     ) -> tuple[Tensor, None]:
         if attention_mask is not None or key.shape[2] != query.shape[2]:
             raise ValueError(f"{name}: expected batches without padding, and use_cache=False")
-        for key in ("softcap", "s_aux", "sliding_window", "dropout"):
-            if isinstance(value := options.get(key), Tensor) or value:
-                raise ValueError(f"{name}: expected no {key}")
+        for other in ("softcap", "s_aux", "sliding_window", "dropout"):
+            if isinstance(value := options.get(other), Tensor) or value:
+                raise ValueError(f"{name}: expected no {other}")
         is_causal = bool(getattr(module, "is_causal", False))
         out = attend(pattern, query, key, value, options.get("scaling"), is_causal)
         return out.transpose(1, 2).contiguous(), None

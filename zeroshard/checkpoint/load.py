@@ -269,8 +269,8 @@ class _Loading:
         if saved or (hook is not None and hook.saved()):
             warn_user(
                 f"'{self.stored.directory}' holds the state of a gradient hook on {len(saved)} ranks, and "
-                f"the engine has none or another, other units or groups, or {axis.size} ranks: it is not loaded, "
-                "and a hook keeps its present state"
+                f"the engine has none or another, other units or groups, or {axis.size} ranks: it is not "
+                "loaded, and a hook keeps its present state"
             )
         return None
 
