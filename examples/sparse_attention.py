@@ -140,11 +140,10 @@ def register(name: str, pattern: Pattern) -> None:
     ) -> tuple[Tensor, None]:
         if attention_mask is not None or key.shape[2] != query.shape[2]:
             raise ValueError(f"{name}: expected batches without padding, and use_cache=False")
-        for other in ("softcap", "s_aux", "sliding_window", "dropout"):
-            if isinstance(value := options.get(other), Tensor) or value:
-                raise ValueError(f"{name}: expected no {other}")
-        is_causal = bool(getattr(module, "is_causal", False))
-        out = attend(pattern, query, key, value, options.get("scaling"), is_causal)
+        given = map(options.get, ("dropout", "softcap", "s_aux", "sliding_window"))
+        if any(isinstance(one, Tensor) or one for one in given):
+            raise ValueError(f"{name}: expected no dropout, softcap, s_aux or sliding_window")
+        out = attend(pattern, query, key, value, options.get("scaling"), getattr(module, "is_causal", False))
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, forward)

@@ -266,5 +266,5 @@ def test_attention_with_more_than_a_pattern_is_refused(options):
     sparse().build("bigbird")
     [name] = options
     query = torch.zeros(1, 2, 32, 8)
-    with pytest.raises(ValueError, match=f"expected no {name}"):
+    with pytest.raises(ValueError, match=f"expected no .*{name}"):
         AttentionInterface()["bigbird"](torch.nn.Module(), query, query, query, None, **options)
