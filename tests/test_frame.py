@@ -245,12 +245,17 @@ def test_examples_and_benchmarks_use_only_the_public_api(folder: str) -> None:
     assert not private
 
 
-EXTRAS = ("cli", "deepspeed", "integrations", "logs", "profiling")
+EXTRAS = ("cli", "data", "deepspeed", "integrations", "logs", "profiling")
 
 # Extras use an engine by its public names alone. They import the ground floor, which knows no engine,
-# and the parts that count, plan and read files without one: `initialize` reads these, too.
-BELOW = {"codec", "config", "internals", "plan", "tables", "version"}
-COUNTING = {"checkpoint", "hf", "memory", "parallel", "planning"}
+# and the modules that count, plan and read files without one: `initialize` reads these, too.
+BELOW = {"codec", "config", "internals.pytree", "internals.warn", "plan", "tables", "version"}
+COUNTING = {
+    *(f"checkpoint.{one}" for one in ("capture.KIND", "files", "manifest", "tensors")),
+    *(f"hf.{one}" for one in ("export", "pretrained", "quantize")),
+    *(f"parallel.pipeline.{one}" for one in ("actions", "asynchronous.ages", "schedules", "simulate")),
+    *("memory", "planning"),
+}
 PUBLIC = {f"zeroshard.{one}" for name, home in zeroshard._HOMES.items() for one in (name, f"{home}.{name}")}
 
 # Private attributes of NamedTuples and of Lightning, which have no public way to the same.
@@ -276,7 +281,8 @@ def test_extras_use_the_public_api_and_what_knows_no_engine(trees: Trees) -> Non
     assert not {(path, name) for path, name in named if not is_for_extras(part_of(path), name)}
     assert not {(path, name) for path, tree in extras.items() for name in private(tree)}
     assert [*private(ast.parse("engine._axes.world + self._own"))] == ["engine._axes"]
-    assert not is_for_extras("logs", "zeroshard.sharded")
+    for other in ("sharded", "checkpoint.save", "internals.autograd", "parallel.pipeline.training"):
+        assert not is_for_extras("cli", f"zeroshard.{other}")
 
 
 def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Trees) -> None:
