@@ -7,6 +7,7 @@ but for those of the engine.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -271,3 +272,15 @@ def test_plans_of_pipelines_count_what_their_ranks_hold_within_3_percent(ranks, 
         for got, (states, held) in zip(of_ranks, both, strict=True):
             assert held == pytest.approx(got.activations, rel=0.03)
             assert states.total + held == pytest.approx(got.states + got.activations, rel=0.01)
+
+
+def test_the_whole_peak_of_stages_is_what_the_planner_counts_within_3_percent(ranks):
+    """So "does not fit" is never wrong by more: states and activations together, without a pipeline."""
+    subject = Subject(llama(), lambda num: loss_of_tokens((num, LENGTH)))
+    predictor = Predictor(subject, CLUSTERS["2xCPU"], 2 * SAMPLES)
+    both = itertools.product(range(4), ("none", "unit"))
+    choices = [Choice(stage=stage, samples=SAMPLES, recompute=how) for stage, how in both]
+    answers = ranks(2, measured, [Case(predictor.config(choice)) for choice in choices], "", timeout=300)
+    for choice, *of_ranks in zip(choices, *answers, strict=True):
+        found, most = predictor.bytes(choice), max(own.states + own.activations for own in of_ranks)
+        assert found.total + found.activations == pytest.approx(most, rel=0.03), choice
