@@ -32,12 +32,7 @@ class StagePlan(NamedTuple):
     stages: tuple[Stage, ...]
 
 
-def _divide(
-    num_layers: int,
-    num_ranks: int,
-    alone: Callable[[int, int, int, int], float],
-    arrives: Callable[[int, int], float],
-) -> StagePlan:
+def _divide(num_layers: int, num_ranks: int, takes: Callable[[int, int, int, int], float]) -> StagePlan:
     """Return the division whose slowest stage or transfer is fastest; its seconds are inf if there is none.
 
     The state is (ideal, ranks, stages): the layers from i on, over so many ranks, in so many stages.
@@ -45,8 +40,8 @@ def _divide(
     Args:
         num_layers: the layers of the chain.
         num_ranks: the ranks to use, at most.
-        alone: (first layer, end, ranks, stages from here on) -> seconds of a stage.
-        arrives: (first layer, ranks) -> seconds in which the input of a stage arrives.
+        takes: (first layer, end, ranks, stages from here on) -> seconds of a stage, or of the arrival of its
+            input if these are more.
     """
 
     @cache
@@ -55,8 +50,7 @@ def _divide(
         ends = range(first + 1, num_layers + 1) if num_stages else ()
         for end, num in product(ends, range(1, ranks + 1)):
             rest = best(end, ranks - num, num_stages - 1)
-            arrival = arrives(first, num) if first else 0.0
-            slowest = max(alone(first, end, num, num_stages), arrival, rest.seconds)
+            slowest = max(takes(first, end, num, num_stages), rest.seconds)
             plans.append(StagePlan(slowest, (Stage(range(first, end), num), *rest.stages)))
         return min(plans, key=lambda plan: plan.seconds)
 
@@ -92,14 +86,12 @@ def pipedream(
     if not seconds or num_ranks < 1:
         raise ValueError(f"expected layers and at least 1 rank, got {len(seconds)} and {num_ranks}")
 
-    def alone(first: int, end: int, num: int, _: int) -> float:
+    def takes(first: int, end: int, num: int, _: int) -> float:
         synchronized = 4 * (num - 1) * sum(weights[first:end]) / (bandwidth * num)
-        return (sum(seconds[first:end]) + synchronized) / num
+        arrival = 2 * outputs[first - 1] / (bandwidth * num) if first else 0.0
+        return max((sum(seconds[first:end]) + synchronized) / num, arrival)
 
-    def arrives(first: int, num: int) -> float:
-        return 2 * outputs[first - 1] / (bandwidth * num)
-
-    return _divide(len(seconds), num_ranks, alone, arrives)
+    return _divide(len(seconds), num_ranks, takes)
 
 
 def flexflow(
@@ -177,8 +169,8 @@ def piper(
     """
 
     @cache
-    def stage(first: int, end: int, num: int, num_stages: int) -> float:
-        """The least time of layers on `num` ranks, with micro-batches of `num_stages` in flight."""
+    def takes(first: int, end: int, num: int, num_stages: int) -> float:
+        """Return the least time of layers on `num` ranks, with micro-batches of `num_stages` in flight."""
         front = [(0.0, 0.0)]
         for layer in layers[first:end]:
             sums = (
@@ -192,9 +184,10 @@ def piper(
             for both in fitting:  # by time; one that holds no less than a faster one is never better
                 if not front or both[1] < front[-1][1]:
                     front.append(both)
-        return front[0][0] if front else math.inf
+        arrival = transfers[first - 1] if first else 0.0
+        return max(front[0][0], arrival) if front else math.inf
 
-    found = _divide(len(layers), num_ranks, stage, lambda first, _: transfers[first - 1])
+    found = _divide(len(layers), num_ranks, takes)
     if math.isinf(found.seconds):
         raise ValueError(f"expected layers that fit into {memory:g} bytes of {num_ranks} ranks, got none")
     return found
