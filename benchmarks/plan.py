@@ -86,13 +86,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take turns; return a row for each configuration, and the summary; collective."""
     world = start_world(torch.device("cpu"), 600.0)
     subject = Subject(build(args), lambda num: loss_of_tokens((num, args.length)))
-    planner = Ranks(world, subject, SAMPLES)
-    planner.measure((1, 2), (1,))  # the cut of a pipeline needs it
+    planner = Ranks(world, subject, SAMPLES, (1, 2))
+    planner.measure((1,))  # the cut of a pipeline needs it
     configs = planner.predictor().config
     steps = {str(choice): engine_of(args, configs(choice)) for choice in CHOICES}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-1, args.rounds):  # the first round is no measurement
-        planner.measure((1, 2), (1, 2, 4, 8))
+        planner.measure((1, 2, 4, 8))
         for name in random.Random(number).sample(list(steps), len(steps)):
             steps[name]()  # it brings back what other engines have put out of the caches
             dist.barrier()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from heapq import merge
 from itertools import product
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from zeroshard.assemble import open_data_parallel
 from zeroshard.comm.collectives import Axis, on_first
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.config.sections import Config
 from zeroshard.forwards.dryrun import LossOf
@@ -39,9 +38,9 @@ from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, measure_machine
 from zeroshard.planning.predict import Predictor
-from zeroshard.planning.profile import Profiles, Subject, UnitProfiles, count_units, time_units
+from zeroshard.planning.profile import Subject, UnitProfiles, count_units, time_units
 from zeroshard.planning.timeline import COMPUTE, LINK, NETWORK, TIERS, Choice, Prediction, recomputes
-from zeroshard.sharded import Sharded, shard
+from zeroshard.sharded import shard
 from zeroshard.sharding.runtime import DRAIN_S
 from zeroshard.tables import format_bytes, render
 
@@ -147,13 +146,6 @@ def search(
 
 # ------------------------------------------------------------------------------------------ explanations
 
-_MORE = {
-    "twice the memory": ("device_bytes",),
-    "twice the network": ("network", "between"),
-    "twice the link to the host": ("to_host", "from_host"),
-    "an optimizer with 8-bit states": (),
-}
-
 
 def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[str]:
     """Return sentences: the bound of the best, the loss of the next best, and what would change it."""
@@ -167,20 +159,20 @@ def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[s
         row = max(more, key=lambda name: more[name])
         why = f"{more[row]:.2g} s more of {row}" if more[row] > 0 else "more waits"
         lines.append(f"The next best takes {other.seconds / first.seconds - 1:.1%} longer: {why}.")
-    for what, names in _MORE.items():
-        changed = predictor.on(_doubled(predictor.cluster, names))
-        then = search(changed, **options | {"num_best": 1} | ({} if names else {"bits": (8,)})).best[0]
+    cluster, machine = predictor.cluster, predictor.cluster.machine
+    link: Any = {name: 2 * (getattr(machine, name) or 0) for name in ("to_host", "from_host")}
+    rates: dict[str, dict[str, Any]] = {
+        "twice the memory": {"machine": replace(machine, device_bytes=2 * machine.device_bytes)},
+        "twice the network": {"network": 2 * cluster.network, "between": 2 * cluster.between},
+        "twice the link to the host": {"machine": replace(machine, **link)},
+        "an optimizer with 8-bit states": {},
+    }
+    for what, changed in rates.items():
+        given = options | {"num_best": 1} | ({} if changed else {"bits": (8,)})
+        then = search(predictor.on(replace(cluster, **changed)), **given).best[0]
         if then.seconds < 0.98 * first.seconds:
             lines.append(f"With {what}: {1 - then.seconds / first.seconds:.0%} less, {then.choice}.")
     return lines
-
-
-def _doubled(given: Any, names: Sequence[str]) -> Any:
-    """Return a cluster, or a machine, with twice the rates of some names."""
-    more = {name: 2 * rate for name in names if (rate := getattr(given, name, None))}
-    if isinstance(given, Cluster):
-        more["machine"] = _doubled(given.machine, names)
-    return replace(given, **more)
 
 
 def table(predictor: Predictor, found: SearchResult) -> str:
@@ -226,9 +218,10 @@ class Ranks:
         world: all ranks.
         subject: the model.
         samples: the samples of a step, of all ranks together.
+        tensor: the numbers of tensor ranks; layers that cannot be divided so are left out.
     """
 
-    def __init__(self, world: Axis, subject: Subject, samples: int) -> None:
+    def __init__(self, world: Axis, subject: Subject, samples: int, tensor: Sequence[int]) -> None:
         self._world, self._subject, self._samples = world, subject, samples
         machine, ranks = measure_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         if machine.device == "cpu":  # whose memory its ranks share
@@ -236,42 +229,33 @@ class Ranks:
         self._alone = Cluster(
             name="this one", machine=machine, num_ranks=1, ranks_per_node=ranks, is_measured=True
         )
-        self._rates = defaultdict[str, list[float]](list)
-        self._runs: dict[int, Callable[[int], Any] | None] = {}
+        self._rates: list[tuple[float, float, float]] = []
         self._seconds = defaultdict[tuple[int, int], list[Any]](list)
         self._models: dict[tuple[int, int], nn.Module] = {}
-        self._sharded: list[Sharded] = []
-        self._axes: list[Axes] = []
+        self._opened = ExitStack()
         for width, stage in product(_WIDTHS, (0, 2, 3) if world.size > 1 else ()):
             layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
             self._models[width, stage] = model = nn.Sequential(*layers)
             if stage:
                 config = {"stage": stage, "units": ["Linear"], "device": world.device.type}
-                self._sharded.append(shard(model, config))
+                self._opened.callback(shard(model, config).close, restore=False)
+        self._runs = {tp: run for tp in tensor if (run := self._units(tp))}
 
-    def measure(self, tensor: Collection[int], samples: Collection[int]) -> None:
-        """Measure once more; what is predicted afterwards is a median.
-
-        Args:
-            tensor: the numbers of tensor ranks; layers that cannot be divided so are left out.
-            samples: the numbers of samples of a micro-batch.
-        """
-        self._measure_exchanges()
-        for tp in tensor:
-            if tp not in self._runs:
-                self._runs[tp] = self._units(tp)
+    def measure(self, samples: Sequence[int]) -> None:
+        """Measure once more, with numbers of samples; what is predicted afterwards is a median."""
+        if self._models:
+            self._rates.append(self._measured_rates())
+        for (tp, run), num in product(self._runs.items(), samples):
             # With tensor ranks the others wait in an exchange, so an error ends this one.
-            with suppress(*(ValueError, torch.OutOfMemoryError)[: 2 * (tp == 1)]):
-                if (run := self._runs[tp]) is not None:
-                    for num in samples:
-                        self._seconds[tp, num].append(run(num))
+            with suppress(*[torch.OutOfMemoryError] * (tp == 1)):
+                self._seconds[tp, num].append(run(num))
 
     def _units(self, tp: int) -> Callable[[int], Any] | None:
         """Return what times the units; None if layers are not divisible, or memory is short; collective."""
         over: Activations = OneOfMany(1)
         if tp > 1:
             axes = open_data_parallel(Config.parse({"mesh": {"tp": tp}}), self._world)
-            self._axes.append(axes)
+            self._opened.callback(axes.close, DRAIN_S)
             over = Activations(axes.activations, _TAG)
         run = None
         with suppress(ValueError, torch.OutOfMemoryError):
@@ -279,7 +263,8 @@ class Ranks:
         is_ready = all(self._world.all_gather_object(run is not None, "units that are timed"))
         return run if is_ready else None
 
-    def _measure_exchanges(self) -> None:
+    def _measured_rates(self) -> tuple[float, float, float]:
+        """Return bytes per second of gathers, the latency, and bytes per second that are added up."""
         world, per_layer = self._world, dict[tuple[int, int], float]()
         for (width, stage), model in self._models.items():
             inputs, watch = torch.ones(1, width, device=world.device), Stopwatch(world.device)
@@ -289,8 +274,6 @@ class Ranks:
                     model(inputs).sum().backward()
                 model.zero_grad()
             per_layer[width, stage] = statistics.median(watch.read()[1:]) / _DEPTH
-        if not per_layer:
-            return
 
         def exchanges(width: int) -> tuple[float, float]:
             """Return the seconds of a reduction and of a gather."""
@@ -301,22 +284,17 @@ class Ranks:
         small, large = map(exchanges, _WIDTHS)
         latency, sent = sum(small) / 2, 4 * _WIDTHS[1] ** 2 * (world.size - 1) / world.size
         reduce, gather = (sent / max(1e-7, one - latency) for one in large)
-        sums = 1 / (1 / reduce - 1 / gather) if reduce < gather else 0.0
-        rates = {"network": gather, "between": gather, "latency": latency, "sums": sums}
-        for name, rate in rates.items():
-            self._rates[name].append(rate)
+        return gather, latency, 1 / (1 / reduce - 1 / gather) if reduce < gather else 0.0
 
     def close(self) -> None:
         """Give the memory of all that was measured back."""
-        for sharded in self._sharded:
-            sharded.close(restore=False)
         self._runs.clear()
-        for axes in self._axes:
-            axes.close(DRAIN_S)
+        self._opened.close()
 
     def cluster(self) -> Cluster:
         """Return the medians of all rounds."""
-        rates: dict[str, Any] = {name: statistics.median(rounds) for name, rounds in self._rates.items()}
+        network, latency, sums = np.median(self._rates or [(0.0, 0.0, 0.0)], 0).tolist()
+        rates = {"network": network, "between": network, "latency": latency, "sums": sums}
         return replace(self._alone, num_ranks=self._world.size, **rates)
 
     def predictor(self) -> Predictor:
@@ -327,8 +305,7 @@ class Ranks:
             forward, backward = np.median(runs, 0).T
             none = 0 * counted.sent  # the exchanges of tensor ranks are in the seconds
             timed[tp][num] = counted._replace(forward=forward, backward=backward, sent=none, calls=none)
-        found: Mapping[int, Profiles] | None = dict(timed) if 1 in timed else None  # else it is counted
-        return Predictor(self._subject, cluster, self._samples, found)
+        return Predictor(self._subject, cluster, self._samples, dict(timed) if 1 in timed else None)
 
 
 def choose_config(
@@ -353,33 +330,24 @@ def choose_config(
     Raises:
         ValueError: there is nothing to measure with; or no configuration fits.
     """
-    is_known = source.training_data is not None or hasattr(getattr(model, "config", None), "get_text_config")
 
-    def read() -> Mapping[int, SampleBatch | None]:
-        return {num: sample_of(model, source, num) for num in _MEASURED} if is_known else {1: None}
+    def read() -> Any:
+        has_tokens = hasattr(getattr(model, "config", None), "get_text_config")
+        if source.training_data is None and not has_tokens:
+            raise ValueError(
+                "config='auto': expected training_data, whose samples are measured, or a causal language "
+                "model of transformers; `zeroshard plan` and a config need neither"
+            )
+        return {num: sample_of(model, source, num) for num in _MEASURED}
 
     # Tensor ranks exchange activations of the same shapes, so all have the samples of one.
     batches = on_first(world, "samples of config='auto'", read)
-    if None in batches.values():
-        raise ValueError(
-            "config='auto': expected training_data, whose samples are measured, or a causal language model "
-            "of transformers; `zeroshard plan` and a config need neither"
-        )
-
-    def loss_of(num: int) -> LossOf:
-        batch = batches.get(num) or sample_of(model, source, num)
-        assert batch is not None, "there are samples"
-        return _loss_of(batch, source)
-
-    subject = Subject(model, loss_of, tp_plan=tp_plan)
-    ranks = Ranks(world, subject, SAMPLES_PER_RANK * world.size)
+    subject = Subject(model, lambda num: _loss_of(batches[num], source), tp_plan=tp_plan)
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= most[0] and world.size % tp == 0]
-    try:
-        with same_random_numbers(world.device):
-            for _ in range(_ROUNDS):
-                ranks.measure(tensor, _MEASURED)
-    finally:
-        ranks.close()
+    samples = SAMPLES_PER_RANK * world.size
+    with same_random_numbers(world.device), closing(Ranks(world, subject, samples, tensor)) as ranks:
+        for _ in range(_ROUNDS):
+            ranks.measure(_MEASURED)
 
     def best() -> dict[str, Any]:
         predictor = ranks.predictor()
@@ -390,16 +358,14 @@ def choose_config(
 
 def _loss_of(batch: SampleBatch, source: SampleSource) -> LossOf:
     """Return the loss of some samples: the model's own, or the sum of its outputs."""
-    more = (
-        {} if source.training_data is not None else {"labels": batch.named["input_ids"], "use_cache": False}
-    )
+    named = dict(batch.named)
+    if source.training_data is None:
+        named |= {"labels": named["input_ids"], "use_cache": False}
 
     def loss_of(runs: nn.Module) -> Tensor:
         device = next(runs.parameters()).device
-        args, named = pytree.tree_map_only(
-            Tensor, lambda one: one.to(device), (batch.inputs, {**batch.named, **more})
-        )
-        output = runs(*args, **named)
+        args, more = pytree.tree_map_only(Tensor, lambda one: one.to(device), (batch.inputs, named))
+        output = runs(*args, **more)
         own: Tensor | None = getattr(output, "loss", None)
         if own is not None:
             return own
