@@ -31,15 +31,15 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25317,
-    "statements of the package": 21037,
-    "tokens of the package": 250228,
-    "lines of code of the core": 7889,
-    "statements of the core": 6846,
-    "tokens of the core": 73866,
+    "lines of code of the package": 25157,
+    "statements of the package": 20916,
+    "tokens of the package": 249172,
+    "lines of code of the core": 7876,
+    "statements of the core": 6830,
+    "tokens of the core": 73739,
     "lines of code of examples, benchmarks and tools": 7437,
     "lines of the longest file": 600,
-    "booleans of the core": 33,
+    "booleans of the core": 31,
     "class names that are defined twice": 0,
     "modules that one other module imports": 21,
     "files of a step, two ranks": 25,

@@ -8,7 +8,6 @@ import zeroshard
 from tests.distributed.models import Residual
 from tests.distributed.training import unequal
 from tests.ranks import on_ranks
-from zeroshard.parallel.pipeline.training import adds_as_autograd
 from zeroshard.sharding.unit import Unit
 
 WIDTH, ROWS = 7, 5
@@ -88,28 +87,6 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
     assert last == ["halves.0.2", "halves.0.1", "halves.0.0", ""]
     assert run.reducer.local_bytes == 0
     check(run, stage, **options)
-
-
-@pytest.mark.parametrize(("num_ranks", "stage", "chosen"), [(1, 0, ()), (2, 1, ()), (2, 3, {1})])
-@on_ranks()
-def test_autograd_adds_up_what_is_deferred_with_the_same_bits(stage, chosen):
-    """Also what no later backward adds to, and after sums that were dropped."""
-    run = Run(stage)
-    run.reducer.autograd_adds = True
-    run.backward(0, more=True)
-    second = run.engine.module.halves[1][0].up.weight.unsharded()
-    assert second.grad is not None
-    run.engine.zero_grad()
-    assert second.grad is None
-    batch(run, chosen)
-    assert second.grad is None
-    check(run, stage)
-
-
-@on_ranks(2)
-def test_autograd_does_not_add_up_in_fewer_bits():
-    assert adds_as_autograd(Run(1).engine._runtime)
-    assert not adds_as_autograd(Run(1, precision={"param_dtype": "bf16"}).engine._runtime)
 
 
 @pytest.mark.long_where(stage=[0])

@@ -5,7 +5,6 @@
 `flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
 to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
 holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
-In a pipeline autograd adds these sums up, in the `grad` of unsharded parameters, if that gives the same bits.
 For a hook of the user `flat` holds plain sums, too, and the hook takes the place of the exchanges.
 Reduced gradients are added to the `p.grad` that is there. Where there is none, they wait for the delivery;
 they live on if p.grad is narrower than float32 and a later backward of the same step is known to come.
@@ -124,8 +123,8 @@ class Gradients:
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
-        own = self._flat, *self._reduced.values(), *(parameter.grad for parameter in self.buffer.unsharded)
-        return sum(tensor.nbytes for tensor in own if tensor is not None)
+        flat = () if self._flat is None else (self._flat,)
+        return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
     def begin(
         self, more: bool, defer: bool, scale: float | None = None, *, steps: bool = False, hook: Any = None
@@ -223,16 +222,8 @@ class Gradients:
         else:
             self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
 
-    def take_sums(self) -> None:
-        """Pack what autograd has added up in earlier backwards, if this one has not added to it."""
-        for index in tuple(self.missing):
-            if (gradient := self.buffer.unsharded[index].grad) is not None:
-                self.buffer.unsharded[index].grad = None
-                self.pack(index, gradient)
-
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
-        self.take_sums()
         self._move(GradientState.REDUCING)
         self._reduction = self._reduce(self, self._finish_packing()) if self._slices else iter(())
         self._advance()
@@ -434,8 +425,6 @@ class Gradients:
             pass
         if self._flat is not None:
             self._pool.drop(self._flat)
-        for parameter in self.buffer.unsharded:
-            parameter.grad = None
         self._reset()
 
     def _move(self, state: GradientState) -> None:

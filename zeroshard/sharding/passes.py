@@ -311,13 +311,13 @@ class Passes:
             shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
 
-    def receive(self, number: int, index: int, parameter: Tensor) -> None:
+    def receive(self, number: int, index: int, gradient: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.
 
         Args:
             number: the place of its buffer in `trained`.
             index: the place of its parameter in the buffer.
-            parameter: the unsharded parameter, to whose `grad` autograd has added.
+            gradient: as autograd has accumulated it.
 
         Raises:
             RuntimeError: the gradient came after the unit was freed or stepped, or from a reentrant
@@ -335,10 +335,6 @@ class Passes:
                 f"backward of {unit.described}, after its parameters were freed: return every tensor "
                 "that the loss depends on from the unit's forward"
             )
-        if unit in self._reducer.adding:
-            return
-        gradient: Any = parameter.grad  # there is one: autograd has just accumulated it
-        parameter.grad = None
         if gradients.state is GradientState.PACKING:
             gradients.pack(index, gradient)
         else:

@@ -166,10 +166,6 @@ class Reducer:
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self._kept: Collection[Unit] = ()
         """The units whose gradients stay here for a later backward."""
-        self.adding: Collection[Unit] = ()
-        """Those whose gradients autograd adds up meanwhile, in the `grad` of unsharded parameters."""
-        self.autograd_adds = False
-        """True if autograd may add up what is deferred. One rank of data defers gradients for it, too."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
@@ -208,7 +204,7 @@ class Reducer:
                 change only when there are no gradients.
         """
         before, scaling = self._asked, Reducer._scaling
-        defers = before.defers or (more and not send and (self._num_summands > 1 or self.autograd_adds))
+        defers = before.defers or (more and not send and self._num_summands > 1)
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
         self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
         if scale is not None:
@@ -259,7 +255,6 @@ class Reducer:
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
         self._kept = self._units.keys() - role.ending if role.defers else ()
-        self.adding = self._kept if self.autograd_adds else ()
         if not accumulates:
             return
         hook = self._state.hook
@@ -476,8 +471,6 @@ class Reducer:
                 different collectives, which a communicator may have mixed up.
         """
         self.start()
-        for gradients in self._all:
-            gradients.take_sums()  # of units that are not reduced
         used, again = self._agree(has_failed=False)
         if used is None:
             self._drop()

@@ -287,9 +287,12 @@ def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parame
     of_passes = weakref.ref(passes)
 
     def arrived(parameter: Tensor) -> None:
-        if (passes := of_passes()) is None:
+        passes = of_passes()
+        gradient, parameter.grad = parameter.grad, None
+        if passes is None:
             raise closed_error()
-        passes.receive(number, index, parameter)
+        assert gradient is not None, "called when it has been accumulated"
+        passes.receive(number, index, gradient)
 
     Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
 

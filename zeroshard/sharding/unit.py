@@ -406,6 +406,9 @@ class Unit:
         """Drop the gradients of a backward that failed."""
         for gradients in self.gradients:
             gradients.drop()
+        for buffer in self.buffers:
+            for parameter in buffer.unsharded:
+                parameter.grad = None
         self.open_calls.clear()
 
     def release(self) -> None:

@@ -229,14 +229,6 @@ def _checksum(batch: Any, start: int) -> int:
     return start
 
 
-def adds_as_autograd(runtime: Runtime) -> bool:
-    """True if sums of gradients have the bits of autograd's own, and stay on the device."""
-    plans = [buffer.plan for buffer in runtime.buffers if buffer.trainable]
-    is_wide = all(plan.compute_dtype == plan.reduce_dtype == plan.wide_dtype for plan in plans)
-    is_near = all(buffer.store.is_near for buffer in runtime.buffers)
-    return is_wide and is_near and not runtime.reducer.is_half
-
-
 class PipelineTraining:
     """The chunks of this rank as a runner calls them.
 
@@ -262,7 +254,6 @@ class PipelineTraining:
         self._part, self._runtime, self._loss_fn, self.method = part, runtime, loss_fn, method
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
-        runtime.reducer.autograd_adds = method is None and adds_as_autograd(runtime)
         self._shared = Shared(runtime, self._messages)
         self._shared.start(optimizer)
         self._products: Products | None = None
