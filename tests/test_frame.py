@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25157,
-    "statements of the package": 20916,
-    "tokens of the package": 249172,
+    "lines of code of the package": 25181,
+    "statements of the package": 20930,
+    "tokens of the package": 249320,
     "lines of code of the core": 7876,
     "statements of the core": 6830,
     "tokens of the core": 73739,

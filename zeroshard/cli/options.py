@@ -27,6 +27,15 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
+def budget(text: str) -> int:
+    """Return the bytes of a budget such as 60GB. Raises ArgumentTypeError, for a share as well."""
+    if (found := size(text)) > 1:
+        return found
+    raise ArgumentTypeError(
+        f"expected bytes such as 60GB, got {text!r}: an estimate knows no device that this is a share of"
+    )
+
+
 def parse_model(text: str) -> int | Path:
     """Return the number that 7B, 125M, 7e9 or 135_000_000 means, or the path of a file.
 
@@ -157,7 +166,7 @@ class EstimateOptions(NamedTuple):
     pp: Number | None = None
     microbatches: Number | None = None
     recompute: Literal["none", "unit", "auto"] | None = None
-    memory_budget: Size | None = None
+    memory_budget: Annotated[int, _how(metavar="SIZE", type=budget)] | None = None
     cluster: Annotated[str, _how(metavar="NAME")] | None = None
     tokens: Number = 0
     length: Number = 0

@@ -15,6 +15,7 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -27,7 +28,7 @@ from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import Config, Mesh
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.memory.tiered import byte_rows
-from zeroshard.memory.typical import RECOMPUTED, typical_sizes
+from zeroshard.memory.typical import RECOMPUTED, has_plan, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
 from zeroshard.planning.timeline import TIERS
@@ -95,7 +96,7 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
                 continue
             for each in _shares_on_device(config):
                 found = counted.on(options.ranks, each, optimizer_bits=bits)
-                if _has_room(found, options):
+                if _has_room(found, base, options):
                     break
             yield _Tried(each, bits, found)
 
@@ -109,11 +110,13 @@ def _shares_on_device(config: Config) -> Iterator[Config]:
     yield config
 
 
-def _has_room(found: Estimate, options: EstimateOptions) -> bool:
-    """True if a rank, and its node, have the memory of an estimate."""
+def _has_room(found: Estimate, config: Config, options: EstimateOptions) -> bool:
+    """True if a rank, and its node, have the memory of an estimate of a config."""
     per_node = min(options.ranks, _RANKS_PER_NODE)
     far = per_node * found.host <= SHARE * options.host and per_node * found.nvme <= options.nvme
-    return far and found.peak <= SHARE * (options.memory or 0)
+    budget = config.memory_budget or 0
+    room = min(SHARE * (options.memory or 0), budget if budget > 1 else math.inf)
+    return far and found.peak <= room
 
 
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
@@ -156,6 +159,7 @@ def estimate(options: EstimateOptions) -> None:
             f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
             for config in configs
         }
+        _refuse_budget(configs[0], min(found.peak for found in estimates.values()))
         table, note = side_by_side(_number(options.ranks), estimates), _NOTE
         for name, found in estimates.items():
             if found.time_line:
@@ -188,6 +192,17 @@ def _refuse_unused(options: EstimateOptions) -> None:
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
+
+
+def _refuse_budget(config: Config, least: int) -> None:
+    """Refuse a budget of memory that is less than the least peak of all stages."""
+    budget = config.memory_budget or 0
+    if has_plan(config) and least > budget:
+        raise ValueError(
+            f"memory_budget: expected at least {math.ceil(least / (1 << 20))}MiB, the least of all stages, "
+            f"got {format_bytes(budget)}: take a larger budget, fewer --tokens, more --ranks or "
+            "--optimizer-bits 8; --memory lists what fits, also with offload"
+        )
 
 
 def _model(options: EstimateOptions) -> nn.Module | int:
@@ -223,9 +238,15 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
     limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
     if options.host:
         limit += f" and of {format_bytes(options.host)} of a host"
+    if options.memory_budget:
+        limit += f" and a budget of {format_bytes(options.memory_budget)}"
     tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    fits = {(one.estimate, *one.cost): one for one in reversed(tried) if _has_room(one.estimate, options)}
+    fits = {
+        (one.estimate, *one.cost): one
+        for one in reversed(tried)
+        if _has_room(one.estimate, one.config, options)
+    }
     if not fits:
         nearest = min(tried, key=lambda one: one.estimate.peak)
         return (
