@@ -45,7 +45,7 @@ from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
-from zeroshard.plan.buffers import group, plan_units, read_setting
+from zeroshard.plan.buffers import group, plan_units, read_setting, units_ahead
 from zeroshard.plan.names import Cast, find_ignored
 from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
@@ -115,7 +115,7 @@ def shard_over(
         device=device,
         streams=Streams.on(device),
         memory=TierMemory(device, config.offload.nvme_path),
-        num_prefetch=config.num_prefetch,
+        num_prefetch=units_ahead(config.num_prefetch, plans),
         output_dtype=config.precision.output_dtype,
     )
     quantized = QuantizedLayers(module, context, changes, ignored)

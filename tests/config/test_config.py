@@ -65,7 +65,7 @@ WRONG_VALUES = [
     ("device", ["", "gpu", "cuda:", "meta", "cuda:-1", 0, True, ["cpu"], b"cpu"]),
     ("micro_batch_size", [0, None]),
     ("shard_group_size", [0, True]),
-    ("num_prefetch", [-1, None]),
+    ("num_prefetch", [-1, True]),
     ("clip_grad_norm", [0, -1.0, NAN, INF, 10**400, True, "1.0", 1j]),
     ("nonfinite", [None, True, "ignore", ["skip"]]),
     ("watchdog_s", [0, -1, NAN, INF, None, False, "600"]),

@@ -293,7 +293,7 @@ def _choose_units(random: Random, model: Net, config: dict[str, Any]) -> tuple[s
 
 
 def _choose_sharding(random: Random, num_ranks: int, config: dict[str, Any]) -> None:
-    config["num_prefetch"] = random.choice((0, 1, 1, 2, 5))
+    config["num_prefetch"] = random.choice((None, 0, 1, 1, 2, 5))
     config["reshard_after_forward"] = random.random() < 0.75
     divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     group = num_ranks

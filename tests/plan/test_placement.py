@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeroshard.memory.tiered import bytes_sent
-from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, plan_buffer
+from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, plan_buffer, units_ahead
 from zeroshard.plan.exchange import Collective, Exchange, exchanges
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, STAGES, SUMMANDS, Placement, place
@@ -95,8 +95,8 @@ def test_bytes_of_a_path_are_those_of_the_documented_formulas(shard, replicate, 
 # ------------------------------------------------------------------------------------- one flat buffer
 
 
-def planned(stage, dtypes, given_dtype, trainable, num_ranks, reshard=True):
-    weight = nn.Parameter(torch.empty(10, dtype=given_dtype), requires_grad=trainable)
+def planned(stage, dtypes, given_dtype, trainable, num_ranks, reshard=True, size=10):
+    weight = nn.Parameter(torch.empty(size, dtype=given_dtype, device="meta"), requires_grad=trainable)
     setting = Setting(placements=place(stage, reshard, num_ranks), dtypes=dtypes, sizes=sizes(num_ranks))
     return plan_buffer([Original(weight, "weight", ())], setting)
 
@@ -129,6 +129,16 @@ def test_dtypes_left_open_are_the_models_for_compute_and_at_least_float32_for_th
 ):
     plan = planned(3, dtypes, given_dtype, True, num_ranks=2)
     assert (plan.compute_dtype, plan.main_dtype, plan.reduce_dtype) == (compute, main, reduce)
+
+
+# ---------------------------------------------------------------------------------- units under way
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1 << 4, 8), (1 << 16, 4), (1 << 18, 1), (1 << 30, 1)])
+def test_small_units_are_gathered_further_ahead_unless_the_config_has_a_number(size, expected):
+    root, unit = (UnitPlan("", (planned(3, AS_GIVEN, FP32, True, 2, size=one),)) for one in (1 << 24, size))
+    assert units_ahead(None, [root, unit, unit]) == expected
+    assert [units_ahead(asked, [root, unit]) for asked in (0, 1, 20)] == [0, 1, 20]
 
 
 # --------------------------------------------------------------------------- from forward to backward

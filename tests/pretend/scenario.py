@@ -50,7 +50,7 @@ class Bench:
         **config: Any,
     ) -> Any:
         """Initialize an engine with what is given besides; it is `self.engine` from now on."""
-        config = {"watchdog_s": 60.0} | config
+        config = {"watchdog_s": 60.0, "num_prefetch": 1} | config  # as units of models of a real size have it
         with self.trace.syncs_allowed():
             self.engine = zeroshard.initialize(model, optimizer, config, **given or {}).engine
         for unit in self.engine._runtime.units:

@@ -254,8 +254,11 @@ class Config(Checked):
     """Ranks in a shard group, for hybrid sharding. None: all ranks are one group."""
     reshard_after_forward: Annotated[bool | int, checked.either(checked.BOOLEAN, checked.integer(2))] = True
     """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
-    num_prefetch: Annotated[int, checked.integer(0)] = 1
-    """Units gathered ahead of the unit that computes."""
+    num_prefetch: Annotated[int | None, checked.integer(0)] = None
+    """Units gathered ahead of the unit that computes; as many reductions may be under way.
+
+    None: 1, or up to 8 small units that have 262,144 elements together.
+    """
     recompute: Annotated[str, checked.choice("none", "lean", "unit", "auto")] = "none"
     """With "unit" backward recomputes the activations inside each unit; with "none" all are kept.
 

@@ -13,7 +13,7 @@ from zeroshard.memory import tiered
 from zeroshard.memory.tiered import STATES, ModelStates, States, byte_rows
 from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, TypicalModel, has_plan, typical_sizes
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.buffers import Setting, read_setting
+from zeroshard.plan.buffers import Setting, read_setting, units_ahead
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
 from zeroshard.plan.tiers import Tier
 from zeroshard.tables import LINE, format_bytes, render
@@ -198,7 +198,7 @@ def estimate_of_rank(
     """
     units, scales = own
     steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
-    together = 1 + config.num_prefetch if setting.placements.kept else len(units)
+    together = 1 + units_ahead(config.num_prefetch, units) if setting.placements.kept else len(units)
     tiers = tiered.bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
     found = Estimate(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from zeroshard.plan.units import UnitSpec
 
 
+_MOST_AHEAD, _ELEMENTS_AHEAD = 8, 1 << 18
+"""The most small units that are gathered ahead, and the most elements that they have together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePolicy:
     """The dtypes that the user asked for. Each field says what None means."""
@@ -166,6 +170,17 @@ class UnitPlan:
         """
         is_needed = self.needs_parameters_in_backward and not self.is_resident
         return is_root or ends_forward or not is_needed or not placements.kept
+
+
+def units_ahead(asked: int | None, units: Sequence[UnitPlan]) -> int:
+    """Return the number of units whose gathers, and whose reductions, may be under way at a time.
+
+    Args:
+        asked: the number of the config; None: one, or several small ones, for which latency counts.
+        units: the plans of all units, the root first.
+    """
+    largest = max((unit.numel for unit in units[1:]), default=0)
+    return max(1, min(_MOST_AHEAD, _ELEMENTS_AHEAD // max(1, largest))) if asked is None else asked
 
 
 def read_setting(

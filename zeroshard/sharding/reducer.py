@@ -1,10 +1,10 @@
 """The gradients of all units: reduced as they arrive, delivered together at the end of a backward.
 
-[Note: Two packed units] A packed buffer is as large as its unit. At any time of a backward there are packed
-buffers of at most two units and the root: one unit is being packed, and the first exchange of another is
-under way. So before a unit is packed, all reductions but the newest wait for their exchange. Further
-exchanges of a reduction (between shard groups, or back to all ranks) start only when a reduction starts, so
-that their order is the same on all ranks.
+[Note: Packed units] A packed buffer is as large as its unit. At any time of a backward there are packed
+buffers of the root, of the unit that is being packed, and of at most `num_prefetch` units (at least one)
+whose first exchange is under way. So before a unit is packed, older reductions wait for their exchange.
+Further exchanges of a reduction (between shard groups, or back to all ranks) start only when a reduction
+starts, so that their order is the same on all ranks.
 
 [Note: Reductions ahead of the last backward] A backward that defers its gradients may still reduce gradients
 of some units, to which no later backward of the step adds. They are packed like all that it defers, so that
@@ -157,6 +157,8 @@ class Reducer:
         axes = context.axes
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._num_summands = axes.dp.size
+        self._num_ahead = max(1, context.num_prefetch)
+        """The reductions that may be under way while another unit is packed."""
         is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
         self.is_half = any(axes.pp.all_gather_object(is_half, "dtypes of parameters"))
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled. Pipeline
@@ -280,7 +282,7 @@ class Reducer:
             RuntimeError: the unit is stepped already.
         """
         if gradients.state is GradientState.EMPTY:
-            for unit in self.under_way[:-1]:  # see [Note: Two packed units]
+            for unit in self.under_way[: -self._num_ahead]:  # see [Note: Packed units]
                 for older in unit.gradients:
                     older.wait()
             gradients.pack(index, gradient)
@@ -320,7 +322,7 @@ class Reducer:
                 return
             self._ready.add(unit.name)
         while self._to_start and (unit is None or self._to_start[0].name in self._ready):
-            self._progress(but=1)
+            self._progress(but=self._num_ahead)
             self._step_ended(but=1)
             self._start_now(self._to_start.popleft())
 
@@ -353,7 +355,7 @@ class Reducer:
 
     def _progress(self, but: int) -> None:
         """Bring all reductions but the newest ones to the next exchange, or to their end."""
-        for unit in self.under_way[: len(self.under_way) - but]:
+        for unit in self.under_way[: max(0, len(self.under_way) - but)]:
             if not sum([gradients.progress() for gradients in unit.gradients]):
                 self.under_way.remove(unit)
                 self._ended.append(unit)

@@ -61,6 +61,7 @@ def test_units_are_gathered_once_a_batch_where_they_stay_and_else_for_each_micro
     for reshard in (False, True):
         pipeline = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, "balance": "memory"}
         config = {"stage": 3, "reshard_after_forward": reshard, "mesh": {"pp": 2}, "pipeline": pipeline}
+        config["num_prefetch"] = 1
         engine, found = start(llama(num_hidden_layers=LAYERS).double(), config), Counter()
         train(engine, [0])
 
