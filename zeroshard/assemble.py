@@ -148,7 +148,7 @@ def shard_over(
         in_flight = 1.0 if part is None else part.in_flight
         budget = Budget(units, changes, context, config, loop, in_flight)
     if config.offload.activations == "cpu":
-        offload_activations(units, changes, context, warns=config.recompute != "unit")
+        offload_activations(units, changes, context)
     exclude_from_tracing()
     runtime = Runtime(units, context, pool, changes)
     runtime.ignored, runtime.casts, runtime.budget = ignored, casts, budget

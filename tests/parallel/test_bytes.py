@@ -7,7 +7,7 @@ import transformers
 import zeroshard
 from tests.distributed.training import ALL_STAGES
 from zeroshard import Config, Mesh
-from zeroshard.memory.typical import Sizes
+from zeroshard.memory.typical import Sizes, TypicalModel
 
 CONFIG = {
     "hidden_size": 256,
@@ -80,15 +80,17 @@ def test_activations_follow_the_formulas_of_the_source():
     one = samples * length * width
     blocks = Sizes(num_params=0, depth=depth, width=width, embedding=0, is_tied=False)
 
+    def used(**options):
+        return TypicalModel(blocks, samples * length).usage(Config(precision="bf16", **options), None)
+
     def held(**options):
-        return blocks.bytes_held(samples * length, Config(precision="bf16", **options))
+        return used(**options).peak
 
     assert held() == depth * 34 * one
     assert held(mesh=Mesh(tp=8)) == depth * (10 + 24 / 8) * one  # equation 2 without scores
     assert held(mesh=Mesh(tp=8, sequence=True)) == depth * 34 / 8 * one  # equation 6
     assert held(recompute="unit") == (2 * depth + 34) * one
-    sent = blocks.bytes_sent(samples * length, Config(precision="bf16", mesh=Mesh(tp=8)))
-    assert sent == depth * 4 * 2 * 7 / 8 * 2 * one
+    assert used(mesh=Mesh(tp=8)).sent == depth * 4 * 2 * 7 / 8 * 2 * one
 
 
 def test_the_head_keeps_two_inputs_and_float32_logits():
@@ -97,7 +99,7 @@ def test_the_head_keeps_two_inputs_and_float32_logits():
     config = Config(precision="bf16", mesh=Mesh(tp=4, sequence=True))
     expected = 4 * tokens * (width + vocabulary) / 4
     sizes = Sizes(num_params=0, depth=1, width=width, embedding=vocabulary * width, is_tied=False)
-    assert sizes.bytes_of_head(tokens, config) == expected
+    assert TypicalModel(sizes, tokens).usage(config, None).units[-1].working == expected
 
 
 def test_an_estimate_refuses_what_it_cannot_know():

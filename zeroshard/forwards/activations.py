@@ -44,11 +44,11 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm import streams
@@ -66,7 +66,7 @@ LEAST_BYTES = 1 << 20
 about as long to issue them, 130 us per tensor on a busy core. Norms and masks save many smaller tensors."""
 
 
-def offload_activations(units: Sequence[Unit], changes: Changes, context: Context, *, warns: bool) -> None:
+def offload_activations(units: Sequence[Unit], changes: Changes, context: Context) -> None:
     """Keep tensors that autograd saves in the forwards of units on the host until their backward.
 
     On CPU the device is the host, and nothing is changed.
@@ -75,40 +75,43 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
         units: the root unit first; its own tensors stay on the device, as its backward comes first.
         changes: the changes of the modules.
         context: the objects that the engine's buffers share.
-        warns: True warns of a unit inside an activation checkpoint, whose inputs autograd saves outside.
     """
     if not streams.has_streams(context.device):
         return
-    activations = SavedActivations(HostCopies(context.memory, context.streams), warns=warns)
-    modules = {unit.module: unit for unit in units[1:]}
-    for module, unit in modules.items():
-        inside = {modules[part] for part in module.modules() if part in modules}
-        wrap = functools.partial(offloading, activations, [units[0], unit, *inside])
-        changes.around(module, "offload", wrap)
+    activations = SavedActivations(units, context)
+    for unit in units[1:]:
+        if not unit.recomputed_in:  # else the unit around it saves its inputs alone
+            changes.around(unit.module, "offload", functools.partial(offloading, activations, unit.module))
 
 
 def offloading(
-    activations: SavedActivations, units: Sequence[Unit], forward: Callable[..., Any]
+    activations: SavedActivations, module: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a forward whose saved tensors go to the host; `units` have its parameters."""
+    """Return a forward of a module whose saved tensors go to the host."""
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or is_in_backward():
             return forward(*args, **kwargs)
         if outermost_checkpoint(sys._getframe(), None) is not None:
-            activations.warn(type(units[1].module).__name__)
+            activations.warn(type(module).__name__)
             return forward(*args, **kwargs)
         activations.begin_segment()
-        pack = functools.partial(activations.pack, storages_of(units))
-        with saved_tensors_hooks(pack, lambda saved: saved()):
+        with saved_tensors_hooks(activations.pack, lambda saved: saved()):
             return forward(*args, **kwargs)
 
     return offloaded
 
 
 def storages_of(units: Iterable[Unit]) -> frozenset[int]:
-    """Return the addresses of the storages of the parameters of units."""
+    """Return the addresses of the storages of the parameters of units, gathered or not."""
     return frozenset(buffer.full.untyped_storage()._cdata for unit in units for buffer in unit.buffers)
+
+
+def storage_of(tensor: Tensor, device: torch.device, left_out: Container[int]) -> torch.UntypedStorage | None:
+    """Return the storage of a saved tensor; None if it has none of its own on the device, or one left out."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    storage = tensor.untyped_storage() if is_plain and tensor.device == device else None
+    return None if storage is None or storage._cdata in left_out else storage
 
 
 class SavedActivations:
@@ -117,12 +120,13 @@ class SavedActivations:
     They belong to the graphs of autograd and die with these; here are only weak references to them.
 
     Args:
-        copies: makes the copies.
-        warns: True warns once if a unit is inside an activation checkpoint.
+        units: all units, whose parameters stay.
+        context: the objects that their buffers share.
     """
 
-    def __init__(self, copies: HostCopies, *, warns: bool) -> None:
-        self._copies, self._warns = copies, warns
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
+        self._copies, self._left_out = HostCopies(context.memory, context.streams), storages_of(units)
+        self._has_warned = False
         self._segment = _Segment(0)
         """The present one."""
         self._segments = weakref.WeakValueDictionary[int, _Segment]()
@@ -160,15 +164,10 @@ class SavedActivations:
         if self._segment:
             self._segment = _Segment(self._segment.number + 1)
 
-    def pack(self, flat: frozenset[int], tensor: Tensor) -> Callable[[], Tensor]:
-        """Return the object that autograd saves instead of a tensor, whose call gives the tensor.
-
-        Args:
-            flat: the addresses of the storages of parameters.
-            tensor: the tensor.
-        """
-        storage = tensor.untyped_storage() if self._may_move(tensor) else None
-        if storage is None or storage._cdata in flat or storage.nbytes() < LEAST_BYTES:
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return the object that autograd saves instead of a tensor, whose call gives the tensor."""
+        storage = storage_of(tensor, self._copies.device, self._left_out)
+        if storage is None or storage.nbytes() < LEAST_BYTES or tensor.is_conj() or tensor.is_neg():
             return kept_near(tensor)
         key = storage._cdata
         memory = self._waiting.get(key)
@@ -178,17 +177,13 @@ class SavedActivations:
         self._segments[self._segment.number] = self._segment
         return _Offloaded(tensor.detach(), memory, self._segment, self)
 
-    def _may_move(self, tensor: Tensor) -> bool:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        return is_plain and tensor.device == self._copies.device and not (tensor.is_conj() or tensor.is_neg())
-
     def warn(self, name: str) -> None:
         """Warn once that a checkpoint of the model's own is around a unit."""
-        if self._warns:
-            self._warns = False
+        if not self._has_warned:
+            self._has_warned = True
             warn_user(
-                f"offload.activations='cpu' moves nothing of {name}: it is called inside an activation "
-                "checkpoint of the model's own. Set recompute='unit' instead of that"
+                f"the host gets no activations of {name}: it is called inside an activation checkpoint of "
+                "the model's own. Set recompute='unit' instead of that"
             )
 
     # -- backward -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
 from zeroshard.config.sections import Config
 from zeroshard.forwards import activations
-from zeroshard.forwards.activations import HostCopies, SavedActivations, kept_near, offloading, storages_of
+from zeroshard.forwards.activations import SavedActivations, kept_near, offloading, storage_of, storages_of
 from zeroshard.forwards.keeping import (
     KEEP,
     NO_LINK,
@@ -94,19 +94,20 @@ class Budget:
     ) -> None:
         self._tp, self._state, self._device = context.axes.tp, context.state, context.device
         self._num_bytes, self._in_flight = budget_of(config.memory_budget, self._device), in_flight
+        self._left_out = storages_of(units)
         self._moving: SavedActivations | None = None
         """Moves activations to the host, if that is not the device."""
         self._link = NO_LINK
         if streams.has_streams(self._device) and not config.compile:
-            self._moving = SavedActivations(HostCopies(context.memory, context.streams), warns=False)
+            self._moving = SavedActivations(units, context)
             self._link = measure_link(self._device, context.memory.host(_LINK_BYTES))
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
         activations of units. Set by the engine."""
-        self._root, by_module = units[0].module, {unit.module: unit for unit in units[1:] if unit.buffers}
-        self._modules = modules = list(outermost(self._root, by_module))
+        self._root, with_hooks = units[0].module, {unit.module for unit in units[1:] if unit.buffers}
+        self._modules = modules = list(outermost(self._root, with_hooks))
         inside = {part for module in modules for part in module.modules()} - {*modules}
-        if inside & by_module.keys() or not (modules or config.mesh.pp > 1):  # a pipeline rank may have none
+        if inside & with_hooks or not (modules or config.mesh.pp > 1):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"
@@ -117,14 +118,13 @@ class Budget:
         self._watches = defaultdict[tuple[int, str, str], Stopwatch](partial(Stopwatch, self._device))
         """Of the forwards F and the backwards B of a kind of units that keep all, or recompute."""
         for number, module in enumerate(modules):
-            own = [units[0], by_module[module]]
-            changes.around(module, RECOMPUTE, partial(self._chosen, number, module, own))
+            changes.around(module, RECOMPUTE, partial(self._chosen, number, module))
         self._shown = [changes.stacks[module] for module in modules]
         """What lies around each unit, as `engine.units` shows it; the choice that holds now comes last."""
         self._is_chain = bool(modules) and list(loop) == modules and all(unit.is_resident for unit in units)
         """True if the units are the stages of a chain, which may be computed again in runs, and runs in runs:
         a Sequential whose parameters are not gathered, as a run would gather all of its units together."""
-        changes.around(self._root, "budget", partial(self._rooted, units[0]))
+        changes.around(self._root, "budget", self._rooted)
         self._largest = -1
         """The most bytes of the tensors that the root was given."""
         self._given = set[int]()
@@ -144,7 +144,7 @@ class Budget:
 
     def _restart(self) -> None:
         """Measure from here on: at the begin, and when the root is given more than ever."""
-        self._steps, self._seen = 0, -1
+        self._steps, self._seen = 0, self._state.num_changes
         self.plan: KeepingPlan | None = None
         """The last plan; None while units are measured."""
         self.tree: Tree | None = None
@@ -166,12 +166,10 @@ class Budget:
         kinds = enumerate(self._kinds, start=1)
         self._name(RECOMPUTE if kind in self._kinds[after:] else KEEP for after, kind in kinds)
 
-    def _chosen(
-        self, number: int, module: nn.Module, units: Sequence[Unit], forward: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _chosen(self, number: int, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         ways = {KEEP: forward, RECOMPUTE: checkpointed(module, forward)}
         if self._moving is not None:
-            offload = partial(offloading, self._moving, units)
+            offload = partial(offloading, self._moving, module)
             ways |= {OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(ways[RECOMPUTE])}
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +184,7 @@ class Budget:
             saved, shared = dict(given), self._given & given.keys()
             self._given |= given.keys()
             is_probed = self.plan is None and name == KEEP
-            noting = self._noting(saved, units) if is_probed else nullcontext()
+            noting = self._noting(saved) if is_probed else nullcontext()
             with noting, self._watches[kind, name, "F"]:
                 output = ways[name](*args, **kwargs)
             self._time_backward(self._watches[kind, name, "B"], (args, kwargs), output)
@@ -198,7 +196,7 @@ class Budget:
 
         return chosen
 
-    def _rooted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _rooted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def rooted(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)
@@ -208,7 +206,7 @@ class Budget:
             if self.plan is not None or self._device.type != "cpu":
                 return forward(*args, **kwargs)
             saved = dict[int, int]()
-            with self._noting(saved, [unit]):
+            with self._noting(saved):
                 output = forward(*args, **kwargs)
             own = [num for key, num in saved.items() if key not in self._given]
             made, largest = sum(_bytes_of(output).values()), max(own, default=0)
@@ -228,16 +226,12 @@ class Budget:
                 x = checkpointed(inside, partial(self._run, part))(x)
         return x
 
-    def _noting(self, storages: dict[int, int], units: Iterable[Unit]) -> AbstractContextManager[None]:
-        """Note the storages of tensors that autograd saves, but for those of the parameters of units."""
-        left_out = storages_of(units)
+    def _noting(self, storages: dict[int, int]) -> AbstractContextManager[None]:
+        """Note the storages of tensors that autograd saves, but for those of parameters."""
 
         def pack(tensor: Tensor) -> Callable[[], Tensor]:
-            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if is_plain and tensor.device.type == self._device.type:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in left_out:
-                    storages.setdefault(storage._cdata, storage.nbytes())
+            if (storage := storage_of(tensor, self._device, self._left_out)) is not None:
+                storages.setdefault(storage._cdata, storage.nbytes())
             return kept_near(tensor)
 
         return saved_tensors_hooks(pack, lambda saved: saved())
@@ -265,7 +259,7 @@ class Budget:
         if size > self._largest:
             self._largest = size
             self._restart()
-        has_stepped, self._seen = self._seen not in (-1, self._state.num_changes), self._state.num_changes
+        has_stepped, self._seen = self._state.num_changes != self._seen, self._state.num_changes
         self._given.clear()
         if self._steps == PLANNED:
             return

@@ -51,8 +51,6 @@ class ModuleCounts:
     """The most by which the counters have grown inside of a forward."""
     begin: Any
     """The counters when the last forward began."""
-    given: int = 0
-    """Bytes of the inputs that need gradients."""
     made: int = 0
     """Bytes of the outputs."""
 
@@ -73,7 +71,7 @@ class Trace:
         for module in sampled:  # before a row ends
             module.register_forward_hook(self.sample)
         for name, module in list(modules.items())[1:]:
-            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(self._leave)
 
     def run(self, loss_of: Callable[[], Tensor]) -> None:
@@ -102,13 +100,10 @@ class Trace:
         into += now - self.last
         self.last = now
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._note()
         self._within.append(name)
-        row = self.rows[name]
-        row.begin = self.last
-        inputs = (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-        row.given += sum(one.nbytes for one in inputs if one.requires_grad)
+        self.rows[name].begin = self.last
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._note()
@@ -151,11 +146,10 @@ def count(
         return np.array([work.flops, attention.products, work.traffic, work.now, *sent], dtype=float)
 
     trace = Trace(modules, read, model.modules())
-    assumed = Assumed()  # type: ignore[no-untyped-call]
     collects = gc.isenabled()
     gc.disable()  # a collection in the middle would end garbage that another run counts to its end
     try:
-        with META, torch.enable_grad(), attention if fuses else nullcontext(), assumed, work:
+        with META, torch.enable_grad(), attention if fuses else nullcontext(), work:
             trace.run(lambda: loss_of(model))
     finally:
         if collects:
@@ -187,7 +181,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, count it and note its results."""
-        results = func(*args, **(kwargs or {}))
+        is_condition = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool
+        # On values that are not there a condition is true: no token is padding, for example.
+        results = True if is_condition and args[0].is_meta else func(*args, **(kwargs or {}))
         made = [one for one in pytree.tree_leaves(results) if isinstance(one, Tensor)]
         for result in made:
             storage = result.untyped_storage()
@@ -211,15 +207,6 @@ class LiveBytes(TorchDispatchMode):
 
         self._alive[key] = weakref.ref(storage, drop)
         self.now += num_bytes
-
-
-class Assumed(TorchDispatchMode):
-    """A condition on values, of which there are none, is true: no token is padding, for example."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
 
 
 def without_memory(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

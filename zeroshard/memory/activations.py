@@ -154,18 +154,13 @@ class ModelWithoutMemory:
 
     Args:
         model: the model; it does not change, and is not read.
-        loss_of: computes the loss of a micro-batch; None counts no activations.
+        loss_of: computes the loss of a micro-batch; None if nobody asks for activations.
         tp_plan: see `plan_division`.
     """
 
     def __init__(self, model: nn.Module, loss_of: LossOf | None, tp_plan: Plan | None) -> None:
         self._model, self._loss_of, self._tp_plan = model, loss_of, tp_plan
         self._runs: dict[str, DryRun] = {}
-
-    @property
-    def has_activations(self) -> bool:
-        """True if `usage` counts activations."""
-        return self._loss_of is not None
 
     def trace(self, config: Config, setting: Setting, rows_of: RowsOf, *, is_halved: bool = False) -> Trace:
         """Count a micro-batch of the model as an engine runs it, on one tensor rank.
@@ -197,8 +192,6 @@ class ModelWithoutMemory:
 
     def usage(self, config: Config, setting: Setting) -> DryRun:
         """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
-        if self._loss_of is None:
-            return DryRun()
         ways = config.recompute, has_plan(config), config.loss, config.mlp
         key = repr((config.precision, ways, config.mesh, config.units, config.ignored))
         if key not in self._runs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.forwards.keeping import NO_LINK, Interval, Link
+from zeroshard.forwards.keeping import NO_LINK, Interval, Link, choose_keeping, time_line
 from zeroshard.memory import tiered
 from zeroshard.memory.tiered import STATES, ModelStates, States, byte_rows
 from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, TypicalModel, has_plan, typical_sizes
@@ -146,11 +146,13 @@ class Counted:
         num, model = math.prod(shape), model_or_num_params
         if isinstance(model, int | float | type) or not hasattr(model, "parameters"):
             self._model = TypicalModel(typical_sizes(_checked_number(model)), num)
+            self._has_activations = num > 0
         else:
             from zeroshard.memory import activations  # a number needs no torch
 
             loss_of = activations.loss_of_tokens(shape) if loss_of is None and num else loss_of
             self._model = activations.ModelWithoutMemory(model, loss_of, tp_plan)
+            self._has_activations = loss_of is not None
 
     def on(
         self,
@@ -172,17 +174,31 @@ class Counted:
                 "`zeroshard plan` counts the versions of weights, and engine.memory_report() measures their "
                 "bytes"
             )
-        if config.mesh.pp > 1 and self._model.has_activations:
+        if config.mesh.pp > 1 and self._has_activations:
             raise ValueError(
                 f"num_tokens, loss_of: expected mesh.pp=1 for activations, got {config.mesh.pp}. Of a "
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        usage, states = self._model.usage(config, setting), States(bits=optimizer_bits)
-        usage, ranks = usage._replace(link=self._link), self._model.planned(config, setting)
-        return max(
+        usage = self._model.usage(config, setting) if self._has_activations else DryRun()
+        ranks, states = self._model.planned(config, setting), States(bits=optimizer_bits)
+        found = max(
             (estimate_of_rank(own, setting, config, states, usage) for own in ranks), key=lambda one: one.peak
         )
+        return self._within_budget(found, config, usage) if self._has_activations else found
+
+    def _within_budget(self, found: Estimate, config: Config, usage: DryRun) -> Estimate:
+        """Return an estimate with the choices of units, and what they cost in time."""
+        if config.recompute not in RECOMPUTED:
+            return found
+        keep = max(1, sum(unit.forward + unit.backward for unit in usage.units))
+        if not has_plan(config):
+            return replace(found, extra_time=sum(unit.forward for unit in usage.units[:-1]) / keep)
+        room = (config.memory_budget or 0) - (found.peak - found.activations)
+        units = [unit.options(self._link) for unit in usage.units]
+        plan = choose_keeping(units, int(room) - usage.others, self._link)
+        peak, line = plan.peak + usage.others, tuple(time_line(plan, self._link))
+        return replace(found, activations=peak, extra_time=plan.seconds / keep - 1, time_line=line)
 
 
 def estimate_of_rank(
@@ -201,7 +217,7 @@ def estimate_of_rank(
     together = 1 + units_ahead(config.num_prefetch, units) if setting.placements.kept else len(units)
     tiers = tiered.bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
-    found = Estimate(
+    return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
         optimizer=device.optimizer + device.buffers,
@@ -213,11 +229,6 @@ def estimate_of_rank(
         activations=usage.peak,
         wire_bytes_per_step=tiered.wire_bytes(units, setting, steps) + usage.sent * steps,
     )
-    if not usage.units or config.recompute not in RECOMPUTED:
-        return found
-    room = (config.memory_budget or 0) - (found.peak - found.activations)
-    peak, longer, line = usage.within(room if has_plan(config) else None)
-    return replace(found, activations=peak, extra_time=longer, time_line=line)
 
 
 def _checked_number(given: object) -> int:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import ROW_BYTES, TILE_BYTES, Config
-from zeroshard.forwards.keeping import NO_LINK, Interval, Link, UnitProfile, choose_keeping, time_line
+from zeroshard.forwards.keeping import UnitProfile
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, tiers_of_units
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import TP
@@ -58,22 +58,6 @@ class DryRun(NamedTuple):
     """The units whose forward may run again, and the root, with operations in the place of seconds."""
     others: int = 0
     """Bytes that are there besides."""
-    link: Link = NO_LINK
-    """The link to the host, in bytes per operation."""
-
-    def within(self, budget: float | None) -> tuple[int, float, tuple[Interval, ...]]:
-        """Return the most bytes of a plan for a budget, the share of time that it adds, and its time line.
-
-        Args:
-            budget: bytes for activations; None: all units recompute.
-        """
-        keep = sum(unit.forward + unit.backward for unit in self.units)
-        if budget is None:
-            return self.peak, sum(unit.forward for unit in self.units[:-1]) / max(keep, 1), ()
-        units = [unit.options(self.link) for unit in self.units]
-        plan = choose_keeping(units, int(budget) - self.others, self.link)
-        longer = plan.seconds / max(keep, 1) - 1
-        return plan.peak + self.others, longer, tuple(time_line(plan, self.link))
 
 
 def has_plan(config: Config) -> bool:
@@ -124,52 +108,6 @@ class Sizes:
         """Parameters of each block. The sizes differ by 1 at most."""
         total = self.num_params - self.embedding * (1 if self.is_tied else 2)
         return [total // self.depth + (number < total % self.depth) for number in range(self.depth)]
-
-    def bytes_of_input(self, num_tokens: int, config: Config) -> int:
-        """Bytes of the input of a block on one rank."""
-        one = self._bytes_of_width(num_tokens, config)
-        return -(-one // config.mesh.tp) if config.mesh.sequence else one
-
-    def bytes_of_block(self, num_tokens: int, config: Config) -> int:
-        """Bytes that the backward of a block needs on one rank."""
-        one, tp = self._bytes_of_width(num_tokens, config), config.mesh.tp
-        if config.mesh.sequence:
-            return -(-one * (_WHOLE + _DIVIDED) // tp)
-        return one * _WHOLE - (-one * _DIVIDED // tp)
-
-    def bytes_of_head(self, num_tokens: int, config: Config) -> int:
-        """Bytes of the inputs of the last norm and of the head, and of the logits."""
-        logits, tp = _LOGIT * num_tokens * self.vocabulary, config.mesh.tp
-        if config.loss.tiles != "none":  # the gradient of the weight waits for the backward, in float32
-            logits = min(logits * ROW_BYTES // _LOGIT, TILE_BYTES * tp) + _LOGIT * self.embedding
-        return 2 * self.bytes_of_input(num_tokens, config) - (-logits // tp) if self.vocabulary else 0
-
-    def bytes_held(self, num_tokens: int, config: Config) -> int:
-        """Bytes of activations of a rank with all blocks, at most, for one micro-batch of so many tokens."""
-        block, head = self.bytes_of_block(num_tokens, config), self.bytes_of_head(num_tokens, config)
-        if config.recompute in RECOMPUTED:
-            return self.depth * self.bytes_of_input(num_tokens, config) + max(block, head)
-        return self.depth * block + head
-
-    def units(self, num_tokens: int, config: Config) -> list[UnitProfile]:
-        """The blocks, and the head; without the operations of attention scores."""
-        kept, inputs = self.bytes_of_block(num_tokens, config), self.bytes_of_input(num_tokens, config)
-        num_bytes = {"kept": kept, "inputs": inputs, "moved": kept}
-        units = [counted(2 * block * num_tokens, **num_bytes) for block in self.blocks]
-        head = self.bytes_of_head(num_tokens, config)
-        return [*units, counted(2 * self.embedding * num_tokens, working=head)]
-
-    def bytes_sent(self, num_tokens: int, config: Config) -> int:
-        """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
-
-        A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
-        """
-        # A recomputation ends before the last sum of a block.
-        num, tp = self.depth * (_EXCHANGES + (config.recompute in RECOMPUTED)), config.mesh.tp
-        return num * 2 * self._bytes_of_width(num_tokens, config) * (tp - 1) // tp
-
-    def _bytes_of_width(self, num_tokens: int, config: Config) -> int:
-        return num_tokens * self.width * (config.precision.param_dtype or dtype_of("float32")).itemsize
 
 
 def typical_sizes(num_params: int) -> Sizes:
@@ -230,23 +168,31 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[UnitPlan
 
 
 class TypicalModel(NamedTuple):
-    """A typical model, and the tokens of a micro-batch; 0 counts no activations."""
+    """A typical model, and the tokens of a micro-batch."""
 
     sizes: Sizes
     num_tokens: int
-
-    @property
-    def has_activations(self) -> bool:
-        """True if `usage` counts activations."""
-        return self.num_tokens > 0
 
     def planned(self, config: Config, setting: Setting) -> Iterator[RankUnits]:
         """Yield what each pipeline rank holds: there is one. Raises ValueError, see `plan_number`."""
         yield plan_number(self.sizes, config, setting), 0
 
     def usage(self, config: Config, setting: Setting) -> DryRun:
-        """Return what a micro-batch takes."""
-        sizes, num = self.sizes, self.num_tokens
-        if not num:
-            return DryRun()
-        return DryRun(sizes.bytes_held(num, config), sizes.bytes_sent(num, config), sizes.units(num, config))
+        """Return what a micro-batch takes; the operations of attention scores are left out."""
+        sizes, num, tp = self.sizes, self.num_tokens, config.mesh.tp
+        one = num * sizes.width * (config.precision.param_dtype or dtype_of("float32")).itemsize
+        if config.mesh.sequence:
+            inputs, kept = -(-one // tp), -(-one * (_WHOLE + _DIVIDED) // tp)
+        else:
+            inputs, kept = one, one * _WHOLE - (-one * _DIVIDED // tp)
+        logits = _LOGIT * num * sizes.vocabulary
+        if config.loss.tiles != "none":  # the gradient of the weight waits for the backward, in float32
+            logits = min(logits * ROW_BYTES // _LOGIT, TILE_BYTES * tp) + _LOGIT * sizes.embedding
+        head = 2 * inputs - (-logits // tp) if sizes.vocabulary else 0
+        again = config.recompute in RECOMPUTED
+        peak = sizes.depth * inputs + max(kept, head) if again else sizes.depth * kept + head
+        # A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do. A
+        # recomputation ends before the last sum of a block.
+        sent = sizes.depth * (_EXCHANGES + again) * 2 * one * (tp - 1) // tp
+        blocks = [counted(2 * block * num, kept=kept, inputs=inputs, moved=kept) for block in sizes.blocks]
+        return DryRun(peak, sent, [*blocks, counted(2 * sizes.embedding * num, working=head)])
