@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -100,11 +100,10 @@ def shard_over(
     """Shard a module in the units of a division; of a pipeline, the part that this rank holds."""
     changes, specs, device = Changes(), division.specs, axes.world.device
     ignored = find_ignored(module, config.ignored)
-    casts = find_module_casts(module, specs, config)
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
-    divide_and_cast(module, division, casts, over, changes)
-    tile_losses(module, specs, config, changes)
+    casts = prepare_forwards(module, division, config, over, changes)
+    change_mlps(module, config, changes)
     check_values(module)
     host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
@@ -135,7 +134,6 @@ def shard_over(
         gradients = [Gradients(b, context, pool, store) for b, store in zip(trained, stores, strict=True)]
         units.append(Unit(plan, spec.module, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
-    change_mlps(module, config, changes)
     if config.compile:
         compile_forwards(units, changes)
     if config.recompute == "unit":
@@ -143,11 +141,11 @@ def shard_over(
     budget = None
     if config.recompute == "auto":
         has_loop = type(module).forward is nn.Sequential.forward and (part is None or len(part.chunks) == 1)
-        called = module._modules.values()  # a module may be called twice
-        loop = [one for one in called if has_loop and one is not None and not isinstance(one, Absent)]
+        called = module._modules.values() if has_loop else ()  # a module may be called twice
+        loop = [one for one in called if one is not None and not isinstance(one, Absent)]
         in_flight = 1.0 if part is None else part.in_flight
         budget = Budget(units, changes, context, config, loop, in_flight)
-    if config.offload.activations == "cpu":
+    if config.offload.activations == "cpu" and not host_computes:
         offload_activations(units, changes, context)
     exclude_from_tracing()
     runtime = Runtime(units, context, pool, changes)
@@ -160,35 +158,32 @@ def shard_over(
     return runtime
 
 
-def divide_and_cast(
-    module: nn.Module,
-    division: Division,
-    casts: Mapping[nn.Module, Cast],
-    over: Activations | None,
-    changes: Changes,
-) -> None:
-    """Give modules the forwards of divided layers, and those that compute in a dtype of their own.
+def prepare_forwards(
+    module: nn.Module, division: Division, config: Config, over: Activations | None, changes: Changes
+) -> dict[nn.Module, Cast]:
+    """Give modules the forwards of divided layers, of dtypes of their own, and of a loss in tiles.
 
     Args:
-        module: the model.
-        division: its layers that are divided.
-        casts: see `find_module_casts`.
+        module: the model, with its original parameters.
+        division: its units, and the layers that are divided.
+        config: the config.
         over: the exchanges of the tensor ranks; None for one rank.
         changes: the changes of the model.
+
+    Returns:
+        The modules of this rank that compute in a dtype of their own.
     """
+    originals = (original for spec in division.specs for original in spec.originals)
+    overrides = {one.parameter: one.compute_dtype for one in originals if one.compute_dtype is not None}
+    casts = find_casts(module, overrides, config.precision.param_dtype) if overrides else {}
     # A divided layer has another forward, which is cast as well; a norm gathers what it has cast back.
     divided = {layer.module for layer in division.layers if layer.has_other_forward}
     cast_forwards(module, {m: cast for m, cast in casts.items() if m not in divided}, changes)
     if over is not None:
         install(module, division.layers, over, changes)
     cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
-
-
-def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Config) -> dict[nn.Module, Cast]:
-    """Return the modules of this rank that compute in a dtype of their own."""
-    originals = (original for spec in specs for original in spec.originals)
-    overrides = {one.parameter: one.compute_dtype for one in originals if one.compute_dtype is not None}
-    return find_casts(module, overrides, config.precision.param_dtype) if overrides else {}
+    tile_losses(module, division.specs, config, changes)
+    return casts
 
 
 def find_casts(

@@ -51,7 +51,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.comm import streams
 from zeroshard.comm.streams import Mark, SideStream, Streams
 from zeroshard.internals.autograd import is_in_backward, outermost_checkpoint
 from zeroshard.internals.warn import warn_user
@@ -69,15 +68,11 @@ about as long to issue them, 130 us per tensor on a busy core. Norms and masks s
 def offload_activations(units: Sequence[Unit], changes: Changes, context: Context) -> None:
     """Keep tensors that autograd saves in the forwards of units on the host until their backward.
 
-    On CPU the device is the host, and nothing is changed.
-
     Args:
         units: the root unit first; its own tensors stay on the device, as its backward comes first.
         changes: the changes of the modules.
         context: the objects that the engine's buffers share.
     """
-    if not streams.has_streams(context.device):
-        return
     activations = SavedActivations(units, context)
     for unit in units[1:]:
         if not unit.recomputed_in:  # else the unit around it saves its inputs alone
@@ -154,10 +149,9 @@ class SavedActivations:
             if (memory := reference()) is not None:
                 memory.release()
         for key, memory in list(self._waiting.items()):
-            tensors = memory.tensors
-            if [tensor._version for tensor in tensors] != memory.versions:
+            if any(tensor._version != version for tensor, version in memory.saved):
                 del self._waiting[key]  # its backward is an error; the memory stays for the other tensors
-            elif count_views(tensors[0]) - len(tensors) == self._alone:  # nobody else holds it
+            elif count_views(memory.saved[0][0]) - len(memory.saved) == self._alone:  # nobody else holds it
                 del self._waiting[key]
                 memory.start()
                 self._copying.append(weakref.ref(memory))
@@ -175,7 +169,11 @@ class SavedActivations:
             memory = self._waiting[key] = SavedMemory(self._copies)
         self._segment.append(weakref.ref(memory))
         self._segments[self._segment.number] = self._segment
-        return _Offloaded(tensor.detach(), memory, self._segment, self)
+        alias = tensor.detach()
+        memory.saved.append((alias, alias._version))
+        view = alias.storage_offset(), alias.shape, alias.stride()
+        place = len(memory.saved) - 1
+        return functools.partial(self._unpack, self._segment, memory, place, alias.dtype, view)
 
     def warn(self, name: str) -> None:
         """Warn once that a checkpoint of the model's own is around a unit."""
@@ -188,7 +186,31 @@ class SavedActivations:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def enter(self, segment: _Segment) -> None:
+    def _unpack(
+        self, segment: _Segment, memory: SavedMemory, place: int, dtype: torch.dtype, view: tuple[Any, ...]
+    ) -> Tensor:
+        """Return a saved tensor, or one with its values, shape and strides.
+
+        Args:
+            segment: the segment in which it was saved.
+            memory: the memory under it.
+            place: its place among the tensors over this memory.
+            dtype, view: its dtype; and its offset, shape and strides.
+
+        Raises:
+            RuntimeError: it was modified in place since; or the device has not enough memory.
+        """
+        is_needed = is_in_backward()
+        if is_needed:
+            self._enter(segment)
+        if memory.saved:
+            return checked(*memory.saved[place])
+        values = memory.get()
+        if not is_needed:  # somebody looks at the graph
+            memory.drop()
+        return torch.empty(0, dtype=dtype, device=values.device).set_(values.untyped_storage(), *view)
+
+    def _enter(self, segment: _Segment) -> None:
         """Note that a backward needs a segment: fetch it and the one before.
 
         Of a graph that is kept for another backward, all that was fetched stays on the device.
@@ -225,13 +247,12 @@ class SavedMemory:
         copies: the owner of the streams and of host memory.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_copies", "_host", "_mark", "_near", "tensors", "versions")
+    __slots__ = ("__weakref__", "_buffer", "_copies", "_host", "_mark", "_near", "saved")
 
     def __init__(self, copies: HostCopies) -> None:
-        self.tensors: list[Tensor] = []
-        """Aliases of the saved tensors, until the memory is freed on the device."""
-        self.versions: list[int] = []
-        """The versions that they had when they were saved."""
+        self.saved: list[tuple[Tensor, int]] = []
+        """Aliases of the saved tensors, which have no graph, with the versions that they had when they were
+        saved; until the memory is freed on the device."""
         self._copies = copies
         self._buffer: HostBuffer | None = None
         """The host memory; None until the copy starts."""
@@ -246,7 +267,7 @@ class SavedMemory:
         Raises:
             RuntimeError: the host has not enough memory.
         """
-        storage = self.tensors[0].untyped_storage()
+        storage = self.saved[0][0].untyped_storage()
         num_bytes, device = storage.nbytes(), self._copies.device
         self._buffer = self._copies.take(num_bytes)
         self._host = self._buffer.memory[:num_bytes]
@@ -262,7 +283,7 @@ class SavedMemory:
     def release(self) -> None:
         """Free it on the device, once compute has waited for the copy."""
         self.drop()
-        self.tensors.clear()
+        self.saved.clear()
 
     def fetch(self) -> None:
         """Start to bring it back, if it was freed on the device.
@@ -299,45 +320,6 @@ class SavedMemory:
         if self._buffer is not None:
             self._buffer.held = None if self._mark is None else self._near
             self._copies.left.append((self._buffer, self._mark))
-
-
-class _Offloaded:
-    """A saved tensor whose memory may be on the host when backward needs it.
-
-    Args:
-        alias: shares memory and version with the tensor, and has no graph; held by `memory` only.
-        memory: the memory under it.
-        segment: the segment in which it was saved.
-        owner: moves the memory.
-    """
-
-    __slots__ = ("_dtype", "_memory", "_offset", "_owner", "_place", "_segment", "_shape", "_strides")
-
-    def __init__(
-        self, alias: Tensor, memory: SavedMemory, segment: _Segment, owner: SavedActivations
-    ) -> None:
-        self._memory, self._segment, self._owner = memory, segment, owner
-        self._dtype, self._shape, self._strides = alias.dtype, alias.shape, alias.stride()
-        self._offset, self._place = alias.storage_offset(), len(memory.tensors)
-        memory.tensors.append(alias)
-        memory.versions.append(alias._version)
-
-    def __call__(self) -> Tensor:
-        """Return the saved tensor, or one with its values, shape and strides.
-
-        Raises:
-            RuntimeError: it was modified in place since; or the device has not enough memory.
-        """
-        is_needed, memory = is_in_backward(), self._memory
-        if is_needed:
-            self._owner.enter(self._segment)
-        if memory.tensors:
-            return checked(memory.tensors[self._place], memory.versions[self._place])
-        values = memory.get()
-        if not is_needed:  # somebody looks at the graph
-            memory.drop()
-        empty = torch.empty(0, dtype=self._dtype, device=values.device)
-        return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
 
 
 def kept_near(tensor: Tensor) -> Callable[[], Tensor]:

@@ -171,10 +171,9 @@ class UnitProfile:
             return [keep, again]
         far = list[Option]()
         for base, name, num in ((keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)):
-            longer = forward + max(0.0, num / link.to_host - forward)
+            longer = max(forward, num / link.to_host)
             more = base.again + max(0.0, num / link.from_host - backward)
-            moved = replace(base, name=name, held=base.held - num, moved=num)
-            far.append(replace(moved, forward=longer, again=more))
+            far.append(replace(base, name=name, held=base.held - num, moved=num, forward=longer, again=more))
         return [keep, again, *far]
 
 

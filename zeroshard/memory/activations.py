@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
+from zeroshard.assemble import prepare_forwards, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards import dryrun
 from zeroshard.forwards.dryrun import META, FusedAttention, LossOf, Modules, Trace, without_memory
@@ -39,7 +39,6 @@ from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.schedules import with_schedule
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.losses import tile_losses
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting, plan_units
@@ -79,7 +78,8 @@ def prepared(
     model = without_memory(model)
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
-    casts = find_module_casts(model, division.specs, config)
+    casts = prepare_forwards(model, division, config, over if over.size > 1 else None, changes)
+    change_mlps(model, config, changes)
     originals = [original for spec in division.specs for original in spec.originals]
     for original in originals:
         given = original.parameter
@@ -90,9 +90,6 @@ def prepared(
         local.register_post_accumulate_grad_hook(_drop_gradient) if local.requires_grad else None
         for module, attribute in original.owners:
             module._parameters[attribute] = local
-    divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
-    tile_losses(model, specs, config, changes)
-    change_mlps(model, config, changes)
     if config.recompute in RECOMPUTED and not has_plan(config):
         for module in _blocks(model, specs):
             # Autograd runs a recomputation outside of the mode of the run.
@@ -230,9 +227,9 @@ def _rows(model: nn.Module, specs: Sequence[UnitSpec]) -> Modules:
 
 
 def _usage_of(trace: Trace) -> DryRun:
-    (_, root), *blocks = trace.rows.items()
+    root, *blocks = trace.rows.values()
     units, after = list[UnitProfile](), int(trace.end_of_rows[dryrun.ALIVE])
-    for _, row in blocks:
+    for row in blocks:
         kept, working = max(int(row.forward[dryrun.ALIVE]), row.made), int(row.most[dryrun.ALIVE])
         operations = int(row.forward[dryrun.FLOPS] + row.forward[dryrun.PRODUCTS])
         units.append(counted(operations, kept=kept, inputs=row.made, moved=kept, working=working))

@@ -144,9 +144,9 @@ class Counted:
             raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
         self._model: TypicalModel | ModelWithoutMemory
         num, model = math.prod(shape), model_or_num_params
+        self._has_activations = num > 0
         if isinstance(model, int | float | type) or not hasattr(model, "parameters"):
             self._model = TypicalModel(typical_sizes(_checked_number(model)), num)
-            self._has_activations = num > 0
         else:
             from zeroshard.memory import activations  # a number needs no torch
 

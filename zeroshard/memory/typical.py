@@ -62,7 +62,7 @@ class DryRun(NamedTuple):
 
 def has_plan(config: Config) -> bool:
     """True if a budget in bytes says which units recompute; a share is of a device that is not known."""
-    return config.recompute == "auto" and (config.memory_budget or 0) > 1
+    return (config.memory_budget or 0) > 1  # only recompute="auto" takes one
 
 
 def counted(operations: float, **num_bytes: int) -> UnitProfile:

@@ -101,7 +101,7 @@ def measure_machine(folder: Path | None = None) -> Machine:
 
 def _disk_rates(folder: Path, watch: Stopwatch) -> dict[str, float]:
     block = bytes(1 << 20)
-    with tempfile.NamedTemporaryFile(dir=folder) as file, open(file.name, "r+b", buffering=0) as raw:
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as raw:
         with watch:
             for _ in range(_BYTES // len(block)):
                 raw.write(block)
