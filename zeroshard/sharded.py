@@ -260,9 +260,9 @@ def on_all(owner: Engine | Sharded, label: str, call: Callable[[], T]) -> list[T
     return collectives.on_all(owner._runtime.context.axes.world, label, call)
 
 
-_OF_UNITS = {"unshard": "gather", "wait": "wait of gather", "reshard": "free", "start_reduce": "reduce"}
+_OF_UNITS = {"unshard": "gather", "wait": "wait of gather", "reshard": "free", "reduce": "reduce"}
 """The work of each verb of a unit."""
-_OF_GRADIENTS = dict.fromkeys(("pack", "progress", "deliver"), "reduce") | {"wait": "wait of reduction"}
+_OF_GRADIENTS = {"pack": "reduce", "deliver": "reduce"}
 
 
 def _verbs(runtime: Runtime) -> Iterator[tuple[Any, str, str]]:

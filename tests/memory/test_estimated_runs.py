@@ -141,7 +141,7 @@ def engine_storages(engine: Any) -> set[int]:
             found += [buffer.main, buffer.full, getattr(buffer.store.copy, "values", None)]
             found += [p.grad for p in buffer.unsharded]
         for gradients in unit.gradients:
-            found += [gradients._flat, *gradients._reduced.values()]
+            found += [gradients.flat, *gradients._reduced.values()]
     found += [parameter.grad for parameter in runtime.parameters]
     return {id(tensor.untyped_storage()) for tensor in found if isinstance(tensor, Tensor)}
 

@@ -8,7 +8,7 @@ import zeroshard
 from tests.distributed.models import Residual
 from tests.distributed.training import unequal
 from tests.ranks import on_ranks
-from zeroshard.sharding.unit import Unit
+from zeroshard.sharding.gradients import Gradients
 
 WIDTH, ROWS = 7, 5
 PARTS = (1, 1, 0, 0)
@@ -41,13 +41,13 @@ class Run:
         """Run a micro-batch; return the names of the units whose reductions it started."""
         seed = 10 * number + self.engine.dp_rank
         x, names = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)), []
-        start = Unit.start_reduce
-        Unit.start_reduce = lambda unit: (names.append(unit.name), start(unit))[1]
+        reduce = Gradients.reduce
+        Gradients.reduce = lambda one: (names.append(one.buffer.unit_name), reduce(one))[1]
         try:
             with self.reducer.next_backward(more, but=but):
                 self.engine.module(x, PARTS[number]).square().mean().backward()
         finally:
-            Unit.start_reduce = start
+            Gradients.reduce = reduce
         return names
 
     def gradients(self):
@@ -99,8 +99,8 @@ def test_reductions_can_be_started_between_backwards_and_go_on(stage, is_stepped
         run.backward(number, more=number < 3 or is_stepped)
         for _ in range(2 if number == 1 else 0):
             run.reducer.start_ahead(run.second)
-            under_way = [unit.name for unit in run.reducer.under_way]
-            assert under_way == ["halves.1.2", "halves.1.1", "halves.1.0"]
+            sending = [unit.name for unit in run.reducer.sending]
+            assert sending == ["halves.1.2", "halves.1.1", "halves.1.0"]
     if is_stepped:
         run.engine._runtime.before_step()
     check(run, stage)
@@ -135,6 +135,6 @@ def test_a_batch_can_be_run_again_after_an_exception(stage, failing):
         run.backward(failing, more=failing < 3, but=run.second if failing == 1 else ())
     handle.remove()
     run.engine.zero_grad()
-    assert (run.reducer.local_bytes, run.reducer.under_way) == (0, [])
+    assert (run.reducer.local_bytes, [*run.reducer.sending]) == (0, [])
     batch(run, {1})
     check(run, stage)

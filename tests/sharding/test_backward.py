@@ -46,11 +46,6 @@ class NotingReducer:
             self.started.add(unit)
             self.log.append(f"reduce {unit.name}")
 
-    def start_complete(self, unit):
-        if unit.is_complete:
-            self.start(unit)
-        return unit in self.started
-
 
 def forward(tree, log, num_forwards=1):
     """Units and calls of a forward: `tree` is (name, [children]); a name may come several times."""

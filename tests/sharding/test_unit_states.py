@@ -83,8 +83,9 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
     sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
     used = torch.full((gradients.buffer.layout.total,), 7.0)
+    gradients.begin(more=False, defer=False)
     with mock.patch.object(gradients._pool, "take", return_value=used):
-        flat = gradients._take(torch.float32)
+        flat = gradients._open()
     assert gradients.buffer.layout.gaps
     assert not any(flat[gap.slice].any() for gap in gradients.buffer.layout.gaps)
 
@@ -120,21 +121,17 @@ def test_gradients_are_averaged_and_what_no_rank_used_stays_without():
     for stage, deferred in itertools.product(range(4), (False, True)):
         sharded = shard_net(axis, stage=stage)
         (gradients,) = sharded.inner.gradients
-        scale, states = 10.0**axis.rank, []
+        scale = 10.0**axis.rank
         gradients.begin(more=deferred, defer=deferred)
         gradients.pack(0, torch.full((30, 20), scale))
         if axis.rank == 0:
             gradients.pack(1, torch.full((30,), 4.0))
-        states.append(gradients.state.value)
         if deferred:
             gradients.pack(0, torch.full((30, 20), scale))
-        gradients.start_reduce()
-        states.append(gradients.state.value)
-        while gradients.progress():
-            pass
-        states.append(gradients.state.value)
+        assert (gradients.flat is None) == (not gradients.buffer.plan.reductions)
+        for _ in gradients.reduce():
+            assert gradients.flat is None
         gradients.deliver(axis.any(gradients.used, "test")())
-        assert [*states, gradients.state.value] == ["packing", "reducing", "reduced", "empty"]
         grads = [parameter.grad for parameter in gradients.buffer.sharded]
         layout = Layout((600, 30, 600, 20), 2)
         sizes = [layout.owned(n, axis.rank).size if stage else size for n, size in enumerate(layout.sizes)]

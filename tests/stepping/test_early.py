@@ -244,11 +244,12 @@ def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(tmp_
 def delay_a_gradient(engine):
     """A part of a gradient, of zeros, comes on one rank alone after the reduction of its unit."""
     reducer = engine._runtime.reducer
-    (gradients,) = next(unit.gradients for unit in engine._runtime.units if unit.name == "blocks.1")
+    unit = next(unit for unit in engine._runtime.units if unit.name == "blocks.1")
+    (gradients,) = unit.gradients
 
     def keep(gradient):
         if reducer.step_unit is None:
-            reducer.pack_first(gradients, 0, torch.zeros_like(gradients.buffer.unsharded[0]))
+            reducer.receive(unit, gradients, 0, torch.zeros_like(gradients.buffer.unsharded[0]))
 
     def hook(module, args):
         if torch.is_grad_enabled():

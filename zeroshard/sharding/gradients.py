@@ -15,16 +15,13 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Set
-from enum import Enum
+from collections.abc import Callable, Generator, Iterator, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm import moves
-from zeroshard.comm.collectives import Handle
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
@@ -33,26 +30,6 @@ from zeroshard.plan.exchange import Collective
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
 from zeroshard.stores.store import GradientStore
-
-
-class GradientState(Enum):
-    """The states of the gradients of a buffer within a backward."""
-
-    __hash__ = object.__hash__  # an enum's own takes many times as long
-    EMPTY = "empty"
-    PACKING = "packing"
-    REDUCING = "reducing"
-    REDUCED = "reduced"
-
-
-_MOVES = {
-    GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
-    GradientState.PACKING: {GradientState.REDUCING},
-    GradientState.REDUCING: {GradientState.REDUCED},
-    # A second part, of gradients that came late, is reduced by itself.
-    GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
-}
-
 
 _NEAR = GradientStore()
 
@@ -77,8 +54,8 @@ class Gradients:
         """The factor that makes means of gradients, and the part of it that is in the packed buffer."""
         self._factor = torch.tensor(1.0 / context.axes.dp.size, dtype=torch.float64, device="cpu")
         """The value of `_scale` other than 1: a product with a number makes a tensor of it first."""
-        self._reduce: Callable[[Gradients, Tensor], Iterator[Handle | None]] = Gradients.over_ranks
-        """Turns packed gradients into reduced ones; no bound method, which would be a cycle."""
+        self._exchange: Callable[[Gradients, Tensor], Generator[None, None, Tensor]] = Gradients.over_ranks
+        """Turns packed gradients into means; no bound method, which would be a cycle."""
         self._wide_factor: Tensor | None = None
         """[1], on the device: the same for gradients in another dtype; it takes part in type promotion."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -104,17 +81,14 @@ class Gradients:
         self._reset()
 
     def _reset(self) -> None:
-        self.state = GradientState.EMPTY
         self.used = [False] * len(self.buffer.sharded)
         """Parameters that got a gradient since the last delivery, on this rank."""
         self.missing = set(range(len(self.used)))
         """Parameters whose gradient has not arrived in this backward."""
         self._filled: set[int] = set()
         """Parameters whose places in the flat buffer have been written."""
-        self._flat: Tensor | None = None
-        self._reduction: Iterator[Handle | None] = iter(())
-        self._exchange: Handle | None = None
-        """The exchange under way."""
+        self.flat: Tensor | None = None
+        """The packed gradients, [total]; None if there are none."""
         self._reduced: dict[int, Tensor] = {}
         """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
         self._squares: Tensor | None = None
@@ -123,7 +97,7 @@ class Gradients:
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
-        flat = () if self._flat is None else (self._flat,)
+        flat = () if self.flat is None else (self.flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
     def begin(
@@ -142,20 +116,14 @@ class Gradients:
             self._unscale = 1.0 / scale
         self._defer = defer
         self._mean = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
-        self._reduce = (
-            Gradients.over_ranks if hook is None else functools.partial(Gradients.by_hook, hook=hook)
-        )
-        self.keep_sums(more and not defer)
+        self._hook, self._exchange = hook, Gradients.over_ranks if hook is None else Gradients.by_hook
+        plan = self.buffer.plan
+        self.is_kept = more and not defer and self._wide_dtype != plan.main_dtype
+        self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
         may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
         self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
-
-    def keep_sums(self, wanted: bool) -> None:
-        """Keep sums here for a later backward, if that is wanted and `p.grad` has fewer bits."""
-        plan = self.buffer.plan
-        self.is_kept = wanted and self._wide_dtype != plan.main_dtype
-        self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
@@ -183,11 +151,8 @@ class Gradients:
         if not self._slices:
             self._keep(index, gradient)
             return
-        if self._flat is None:
-            self._move(GradientState.PACKING)
-            self._scale = 1.0 if self._defer else self._mean
-            self._flat = self._take(self._wide_dtype if self._defer else self._reduce_dtype)
-        target = self._flat[self._slices[index]]
+        flat = self._open() if self.flat is None else self.flat
+        target = flat[self._slices[index]]
         if index in self._filled:
             target.add_(gradient, alpha=self._scale)
         elif self._scale == 1.0:
@@ -222,19 +187,27 @@ class Gradients:
         else:
             self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
 
-    def start_reduce(self) -> bool:
-        """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
-        self._move(GradientState.REDUCING)
-        self._reduction = self._reduce(self, self._finish_packing()) if self._slices else iter(())
-        self._advance()
-        return self.state is GradientState.REDUCING
+    def _open(self) -> Tensor:
+        """Take a buffer to pack into; its padding is zero."""
+        dtype = self._wide_dtype if self._defer else self._reduce_dtype
+        self._scale = 1.0 if self._defer else self._mean
+        self.flat = flat = self._pool.take(dtype, self.buffer.layout.total)
+        if self._gaps:
+            torch._foreach_zero_([flat[gap] for gap in self._gaps])  # one kernel for all of them
+        return flat
 
-    def over_ranks(self, flat: Tensor) -> Iterator[Handle | None]:
-        """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
+    def reduce(self) -> Iterator[None]:
+        """Reduce what is packed; parameters without a gradient count zeros.
 
         Yields:
-            An exchange that is under way; None before another one.
+            While an exchange is under way, and before the second one, when the packed buffer is free.
         """
+        if self._slices:
+            result = yield from self._exchange(self, self._finish_packing())
+            self._absorb(result)
+
+    def over_ranks(self, flat: Tensor) -> Generator[None, None, Tensor]:
+        """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads."""
         plan = self.buffer.plan
         in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
         if in_place:
@@ -249,8 +222,8 @@ class Gradients:
         """This rank's parts of `result`, each inside the one before it."""
         of = f"of the gradients of {self.buffer.described}"
         for number, (axis, collective) in enumerate(self._exchanges):
-            if number:
-                yield None
+            if number == 1:
+                yield
             with self._context.streams.reduce.after_compute():
                 if collective is Collective.REDUCE_SCATTER:
                     whole, label = parts[-1] if number else flat, f"reduce-scatter {of}"
@@ -260,32 +233,25 @@ class Gradients:
                 else:
                     part, label = parts.pop(), f"all-gather {of}"
                     handle = axis.all_gather(parts[-1], part, tag=self._tag, label=label, channel=REDUCE)
-            yield handle
+            yield
             handle.wait()
             if not (number or in_place):  # the first exchange is a reduce-scatter
                 self._pool.give(flat)
-        self._absorb(result)
+        return result
 
-    def by_hook(self, flat: Tensor, hook: Any) -> Iterator[Handle]:
+    def by_hook(self, flat: Tensor) -> Generator[None, None, Tensor]:
         """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
         with self._context.streams.reduce.after_compute():
-            handle = hook.run(self.buffer, [flat[part] for part in self._slices])
-        yield handle
+            handle = self._hook.run(self.buffer, [flat[part] for part in self._slices])
+        yield
         handle.wait()
         result = flat[self.buffer.own].clone().to(self._wide_dtype)
         self._pool.give(flat)
-        self._absorb(result)
-
-    def _take(self, dtype: torch.dtype) -> Tensor:
-        """A flat buffer whose padding is zero."""
-        flat = self._pool.take(dtype, self.buffer.layout.total)
-        if self._gaps:
-            torch._foreach_zero_([flat[gap] for gap in self._gaps])  # one kernel for all of them
-        return flat
+        return result
 
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
-        flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
+        flat, self.flat = self._open() if self.flat is None else self.flat, None
         if len(self._filled) < len(self._slices):
             missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
             torch._foreach_zero_(missing)
@@ -294,33 +260,9 @@ class Gradients:
             flat.mul_(self._mean)
         if flat.dtype == self._reduce_dtype:
             return flat
-        reduced = self._take(self._reduce_dtype).copy_(flat)
+        reduced = self._pool.take(self._reduce_dtype, flat.numel()).copy_(flat)
         self._pool.give(flat)
         return reduced
-
-    def wait(self) -> None:
-        """Wait for the exchange under way, so that the packed buffer is free."""
-        if self._exchange is not None:
-            self._advance()
-
-    def progress(self) -> bool:
-        """Wait for the exchange under way, and start the next one if the reduction needs several.
-
-        Returns:
-            True while the reduction has not come to its end.
-        """
-        self.wait()
-        if self.state is GradientState.REDUCING:
-            self._advance()
-        return self.state is GradientState.REDUCING
-
-    def _advance(self) -> None:
-        """Go on to the next `yield` of the reduction, or to its end."""
-        try:
-            self._exchange = next(self._reduction)
-        except StopIteration:
-            self._exchange = None
-            self._move(GradientState.REDUCED)
 
     def _absorb(self, result: Tensor) -> None:
         """Add reduced gradients to the sums that are there, here or in `p.grad`; others wait for `deliver`.
@@ -362,7 +304,6 @@ class Gradients:
         Args:
             used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
         """
-        self._move(GradientState.EMPTY)
         if not self.is_kept:
             for index, part in self._reduced.items() if self._target is not self.store else ():
                 with self.store.beside(part):  # of a unit that was not stepped
@@ -421,14 +362,6 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
-        while self.progress():
-            pass
-        if self._flat is not None:
-            self._pool.drop(self._flat)
+        if self.flat is not None:
+            self._pool.drop(self.flat)
         self._reset()
-
-    def _move(self, state: GradientState) -> None:
-        if state is not self.state:
-            where, now = self.buffer.unit_name, self.state
-            assert state in _MOVES[now], f"unit '{where}' cannot go from {now.value} to {state.value}"
-            self.state = state

@@ -36,7 +36,6 @@ from zeroshard.internals.autograd import (
 from zeroshard.internals.nested import cast_tensors, find_tensors, view_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.gradients import GradientState
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
@@ -299,7 +298,7 @@ class Passes:
         self._walk = Walk(self._order.reductions, self._reducer, self._graph, num_prefetch=self._num_prefetch)
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
-        self._reducer.begin(accumulates)
+        self._reducer.begin(self._reducer.asked if accumulates else None)
         if self._frozen:  # a part of the ranks may have a backward through a frozen unit after a trained one
             flags = [bool(frozen.open_calls) for frozen in self._frozen]
             label = "agreement on which frozen units have a backward"
@@ -335,10 +334,10 @@ class Passes:
                 f"backward of {unit.described}, after its parameters were freed: return every tensor "
                 "that the loss depends on from the unit's forward"
             )
-        if gradients.state is GradientState.PACKING:
-            gradients.pack(index, gradient)
+        if gradients.flat is None:
+            self._reducer.receive(unit, gradients, index, gradient)
         else:
-            self._reducer.pack_first(gradients, index, gradient)
+            gradients.pack(index, gradient)
         if not gradients.missing:
             self._walk.note_gradient(unit)
 
@@ -368,7 +367,7 @@ class Passes:
         self._backward = object
         self._state.move(_BACKWARD)
         self._walk = Walk((), self._reducer, self._graph)
-        self._reducer.begin(accumulates=True)
+        self._reducer.begin(self._reducer.asked)
         self._task = None
         try:
             yield

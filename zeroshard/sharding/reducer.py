@@ -38,7 +38,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.gradients import Gradients, GradientState
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.unit import Unit
 
 T = TypeVar("T", bound=Hashable)
@@ -137,10 +137,6 @@ class Role(NamedTuple):
     """The loss scale in its gradients; None if nobody has scaled the loss."""
 
 
-_BYSTANDER = Role(defers=True)
-"""The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
-
-
 class Reducer:
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
@@ -163,11 +159,11 @@ class Reducer:
         self.is_half = any(axes.pp.all_gather_object(is_half, "dtypes of parameters"))
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled. Pipeline
         ranks agree on it: some may have no parameter of float16."""
-        self._asked = self._role = Role()
-        """The roles of the next backward, as `next_backward` sets it around it, and of the last one."""
+        self.asked = Role()
+        """The role of the next backward, as `next_backward` sets it around it."""
+        self._role: Role | None = None
+        """The role of the last backward; None: it gives no gradients to parameters."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
-        self._kept: Collection[Unit] = ()
-        """The units whose gradients stay here for a later backward."""
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
@@ -175,21 +171,23 @@ class Reducer:
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
         self._must_agree = not self.order.is_common
         """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
-        self._to_start: deque[Unit] = deque()
+        self._due: deque[Unit] = deque()
         """The units that this backward has not begun to reduce, in the order of all ranks."""
-        self._ready: set[str] = set()
-        """Names of units whose reduction may start when those before them have started."""
+        self._ready: set[Unit] = set()
+        """Units whose reduction may start when those before them have started."""
+        self.sending: deque[Unit] = deque()
+        """Units whose packed buffers are in an exchange, the newest last; see [Note: Packed units]."""
+        self._later: list[Unit] = []
+        """Units with further exchanges, under way or to come."""
+        self._started: set[Unit] = set()
+        """Units whose reduction has been started since the last delivery."""
         self.num_late: int | None = None
         """The units that got a gradient after their reduction, on any rank; None before any backward."""
         self._late: list[tuple[Gradients, int, Tensor]] = []
         """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
-        self.under_way: list[Unit] = []
-        """Units whose reductions are under way, the newest last."""
-        self._ahead: dict[Unit, None] = {}
-        """Units whose reductions have been started ahead of the last backward of this step, or will be."""
         self.step_unit: Callable[[Unit], None] | None = None
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
-        self._ended: list[Unit] = []
+        self._ended: deque[Unit] = deque()
         """Units whose reductions have ended, and which may be stepped in this backward."""
 
     @contextmanager
@@ -205,16 +203,16 @@ class Reducer:
             scale: the factor in the loss, which is taken out of gradients; None: nobody has scaled it. It may
                 change only when there are no gradients.
         """
-        before, scaling = self._asked, Reducer._scaling
+        before, scaling = self.asked, Reducer._scaling
         defers = before.defers or (more and not send and self._num_summands > 1)
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
-        self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
+        self.asked = Role(defers, before.has_more or more, ending if defers else (), scale)
         if scale is not None:
             Reducer._scaling = self if scale != 1.0 else None
         try:
             yield
         finally:
-            self._asked, Reducer._scaling = before, scaling
+            self.asked, Reducer._scaling = before, scaling
 
     @property
     def local_bytes(self) -> int:
@@ -243,21 +241,20 @@ class Reducer:
                 "each engine on a loss of its own; for one loss over two models, put both into one module, "
                 "with one engine"
             )
-        if self.is_half and self._asked.scale is None:
+        if self.is_half and self.asked.scale is None:
             raise RuntimeError(
                 "a loss without loss scale in float16: call engine.backward(loss), not loss.backward()"
             )
         self._state.refuse("a backward", Moment.STEPPED)
 
-    def begin(self, accumulates: bool) -> None:
+    def begin(self, role: Role | None) -> None:
         """Begin a backward.
 
         Args:
-            accumulates: False if it gives no gradients to parameters; then it sends nothing.
+            role: its part in the step; None: it gives no gradients to parameters, and sends nothing.
         """
-        self._role = role = self._asked if accumulates else _BYSTANDER
-        self._kept = self._units.keys() - role.ending if role.defers else ()
-        if not accumulates:
+        self._role = role
+        if role is None:
             return
         hook = self._state.hook
         if hook is not None and not hook.begin():
@@ -267,12 +264,22 @@ class Reducer:
             self._state.moments.add(Moment.STEPPED)
         for gradients in self._all:
             gradients.begin(role.has_more, role.defers, role.scale, steps=steps, hook=hook)
-        if not role.defers:
-            self._list_units(self._units)
-        else:
-            self._open_ahead(role.ending)
+        self._ended.clear()
+        self._list_due(role.ending if role.defers else self._units)
 
-    def pack_first(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    def _list_due(self, units: Collection[Unit]) -> None:
+        """List units that have not been started as those to start, in the order of all ranks."""
+        if self._started.issuperset(units):
+            return
+        if self._must_agree:
+            self.order.agree(self._axis)
+            self._must_agree = False
+        ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._started)
+        self._due, self._ready = deque(ordered), set()
+        # Whoever holds a `p.grad` may change it later as well.
+        self._state.has_shown_gradients &= self.has_delivered
+
+    def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
         """Pack a gradient of a buffer that holds none yet, or keep it for a reduction at the end.
 
         A parameter that is used outside of its unit's forward, or in a forward before the last backward, may
@@ -281,10 +288,8 @@ class Reducer:
         Raises:
             RuntimeError: the unit is stepped already.
         """
-        if gradients.state is GradientState.EMPTY:
-            for unit in self.under_way[: -self._num_ahead]:  # see [Note: Packed units]
-                for older in unit.gradients:
-                    older.wait()
+        if unit not in self._started:
+            self._free_packed(but=self._num_ahead)
             gradients.pack(index, gradient)
         elif self.step_unit is None:
             gradients.used[index] = True
@@ -295,22 +300,6 @@ class Reducer:
                 "load the last checkpoint, and set offload.step_in_backward=False"
             )
 
-    def _open_ahead(self, units: Collection[Unit]) -> None:
-        """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
-        if any(unit not in self._ahead for unit in units):
-            self._list_units(units)
-            self._ahead.update(dict.fromkeys(self._to_start))
-
-    def _list_units(self, units: Collection[Unit]) -> None:
-        """List units that have not been started ahead as those to start, in the order of all ranks."""
-        if self._must_agree:
-            self.order.agree(self._axis)
-            self._must_agree = False
-        ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
-        self._to_start, self._ready, self._ended = deque(ordered), set(), []
-        # Whoever holds a `p.grad` may change it later as well.
-        self._state.has_shown_gradients &= self.has_delivered
-
     def start(self, unit: Unit | None = None) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable.
 
@@ -318,52 +307,45 @@ class Reducer:
             unit: the unit; None: all that this backward has not started, the root last.
         """
         if unit is not None:
-            if unit in self._kept:
-                return
-            self._ready.add(unit.name)
-        while self._to_start and (unit is None or self._to_start[0].name in self._ready):
-            self._progress(but=self._num_ahead)
+            self._ready.add(unit)
+        while self._due and (unit is None or self._due[0] in self._ready):
+            self._free_packed(but=self._num_ahead)
+            self._later = self._reduce(self._later)
+            self.sending += self._reduce([self._due.popleft()])
             self._step_ended(but=1)
-            self._start_now(self._to_start.popleft())
 
-    def start_complete(self, unit: Unit) -> bool:
-        """Start the reduction of a unit that has all of its gradients.
+    def start_ahead(self, units: Collection[Unit] = ()) -> None:
+        """Start the reductions that are left of this backward, and wait for none; repeatable.
 
-        Returns:
-            True if it has been started, now or before in this backward.
-        """
-        is_complete = unit.name in self._ready or (unit not in self._kept and unit.is_complete)
-        if is_complete:
-            self.start(unit)
-        return is_complete
-
-    def start_ahead(self, units: Collection[Unit]) -> None:
-        """Start the reductions of units to whose gradients no later backward of the step adds; repeatable.
-
-        Between backwards; all ranks name the same units. Nothing happens where no gradients are averaged.
+        Args:
+            units: others to whose gradients no later backward of the step adds; all ranks name the same ones.
+                Nothing happens where no gradients are averaged.
         """
         if self._num_summands > 1:
-            self._open_ahead(units)
-            self._start_others_ahead()
+            self._list_due(units)
+            due, self._due = self._due, deque()
+            self.sending += self._reduce(due)
+            self._state.has_sums = True
+            self.pool.release()
 
-    def _start_now(self, unit: Unit) -> None:
-        if unit.start_reduce():
-            self.under_way.append(unit)
-        else:
-            self._ended.append(unit)
-            self._step_ended(but=1)
+    def _reduce(self, units: Iterable[Unit]) -> list[Unit]:
+        """Start reductions, or go on with them; return the units whose reduction has not come to its end."""
+        left: list[Unit] = []
+        for unit in units:
+            self._started.add(unit)
+            (left if unit.reduce() else self._ended).append(unit)
+        return left
 
-    def _progress(self, but: int) -> None:
-        """Bring all reductions but the newest ones to the next exchange, or to their end."""
-        for unit in self.under_way[: max(0, len(self.under_way) - but)]:
-            if not sum([gradients.progress() for gradients in unit.gradients]):
-                self.under_way.remove(unit)
-                self._ended.append(unit)
+    def _free_packed(self, but: int) -> None:
+        """Wait for all first exchanges but the newest ones, so that their packed buffers are free."""
+        while len(self.sending) > but:
+            self._later += self._reduce([self.sending.popleft()])
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""
-        while self.under_way:
-            self._progress(but=0)
+        self._free_packed(but=0)
+        while self._later:
+            self._later = self._reduce(self._later)
 
     def _step_ended(self, but: int) -> None:
         """Step units whose reductions have ended, if that is wanted and this rank has had all gradients.
@@ -372,21 +354,14 @@ class Reducer:
             but: the newest ones that wait for the next unit if they compute with main parameters: hooks in
                 the backward may read these.
         """
-        if self.step_unit is None or self._role.has_more or self._state.has_hooks:
+        if self.step_unit is None or self._role is None or self._role.has_more or self._state.has_hooks:
             return  # hooks are to see, and may change, the gradients of a whole backward
-        ended, self._ended = self._ended, []
-        if any(buffer.plan.is_alias for unit in ended[len(ended) - but :] for buffer in unit.buffers):
-            self._ended = [ended.pop()]
-        for unit in ended:
+        while len(self._ended) > but or (
+            self._ended and not any(buffer.plan.is_alias for buffer in self._ended[0].buffers)
+        ):
+            unit = self._ended.popleft()
             if unit.gradients and all(all(one.used) for one in unit.gradients):
                 self.step_unit(unit)
-
-    def _start_others_ahead(self) -> None:
-        """Start the reductions ahead that are left, and wait for none."""
-        while self._to_start:
-            self._start_now(self._to_start.popleft())
-        self._state.has_sums = True
-        self.pool.release()
 
     def end(self) -> bool:
         """End a backward: start the reductions that are left and deliver, or keep the sums.
@@ -395,10 +370,10 @@ class Reducer:
             True if the gradients of the step are complete: hooks may see them.
         """
         role = self._role
-        if role is _BYSTANDER:
+        if role is None:
             return False
         if role.defers:
-            self._start_others_ahead()
+            self.start_ahead()
         else:
             self._deliver()
         return not role.has_more
@@ -411,9 +386,7 @@ class Reducer:
         """
         self._state.refuse("a step", Moment.TAINTED)
         if self._state.has_sums:
-            for gradients in self._all:
-                gradients.keep_sums(False)
-            self._list_units(self._units)
+            self.begin(Role())
             self._deliver()
         self.call_hooks()
 
@@ -435,7 +408,8 @@ class Reducer:
         if self._state.has_sums:
             for gradients in self._all:
                 gradients.drop()
-        self._state.has_sums, self._ahead, self._delivered = False, {}, {}
+        self._state.has_sums, self._delivered = False, {}
+        self._started.clear()
 
     def drop_backward(self) -> None:
         """Drop the gradients that have not been delivered: the backward has ended in an exception.
@@ -443,11 +417,12 @@ class Reducer:
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
         is reduced here as well, and the agreement shows the exception to the other ranks.
         """
+        if self._role is None:
+            return
         self.start()
         if not self._role.defers:
             self._agree(has_failed=True)
-        if self._role is not _BYSTANDER:
-            self._drop()
+        self._drop()
 
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
@@ -459,10 +434,11 @@ class Reducer:
         if self._state.hook is not None:
             self._state.hook.drop()
         self._state.has_sums = False
+        self._finish()
         for unit in self._units:
             unit.drop_gradients()
         self._late.clear()
-        self.under_way, self._ahead = [], {}
+        self._started.clear()
         self.pool.release()
 
     def _deliver(self) -> None:
@@ -488,15 +464,15 @@ class Reducer:
         late, self._late = self._late, []
         for gradients, index, gradient in late:
             gradients.pack(index, gradient)
-        for unit in again:
-            self._start_now(unit)
+        self._due.extend(again)
+        self.start()
         self._finish()
         self._step_ended(but=0)
         for gradients, own in zip(self._all, used, strict=True):
             gradients.deliver(own)
             if self._state.has_hooks:
                 self._delivered |= dict.fromkeys(compress(gradients.buffer.sharded, own))
-        self._ahead = {}
+        self._started.clear()
         self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
 

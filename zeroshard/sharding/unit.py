@@ -62,6 +62,9 @@ _is_stale, _missing, _visit, _ended = map(attrgetter, ("store.is_stale", "missin
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
 
+_OVER = object()
+"""The mark after the last exchange of a reduction."""
+
 NEVER = -1
 """The tick of an event that has not happened yet."""
 
@@ -269,6 +272,8 @@ class Unit:
         """Let compute wait for copies from its parameters on another stream, before these are freed."""
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
+        self._reductions: list[Iterator[None]] = []
+        """The reductions of its gradients that have not come to their end."""
         self.layers = set() if self.is_resident else self.slots.owners - {module}
         """Modules inside, whose values may leave the unit with its outputs; none in a compiled module."""
 
@@ -394,16 +399,18 @@ class Unit:
         """True once every trained parameter has got its gradient."""
         return not any(map(_missing, self.gradients))
 
-    def start_reduce(self) -> bool:
-        """Start the reduction of each buffer; parameters without a gradient count zeros.
+    def reduce(self) -> bool:
+        """Start to reduce the gradients of each buffer, or go on with it: see `Gradients.reduce`.
 
         Returns:
-            True if exchanges of its gradients are under way or to come.
+            True until the reduction has come to its end.
         """
-        return sum([gradients.start_reduce() for gradients in self.gradients]) > 0
+        parts = self._reductions or [gradients.reduce() for gradients in self.gradients]
+        self._reductions = [part for part in parts if next(part, _OVER) is not _OVER]
+        return bool(self._reductions)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of a backward that failed."""
+        """Drop the gradients of a backward that failed, after the reductions under way have ended."""
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:
@@ -415,6 +422,7 @@ class Unit:
         """Drop the module and all parameters, when the engine is closed."""
         self.leases.clear()
         self.module, self.layers = nn.Identity(), set()  # at once: unit and call hold each other
+        self._reductions = []
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:

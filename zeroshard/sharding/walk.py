@@ -263,12 +263,11 @@ class Walk:
         """Start the reductions that are due and complete, since a gradient of a parameter has arrived."""
         if unit.visit is not None and unit not in self._inside:  # its outputs could not be watched
             self.take(unit.visit.ended)
-        if unit.is_complete:
-            for turn in islice(self._turns, self._next, None):
-                if turn.act == "enter" or (
-                    turn.act == "leave" and not self._reducer.start_complete(turn.unit)
-                ):
-                    break
+        for turn in islice(self._turns, self._next, None):
+            if turn.act == "leave" and turn.unit.is_complete:
+                self._reducer.start(turn.unit)
+            elif turn.act != "free":
+                break
 
     def enter_again(self, unit: Unit, tick: int) -> ForwardCall:
         """Make the call of a second forward; autograd treats it as the call that it repeats.

@@ -30,14 +30,17 @@ def test_the_units_of_a_chunk_are_reduced_with_it_and_the_root_at_last(schedule,
     pipeline = {"schedule": schedule, "num_microbatches": 2}
     engine = start("llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline})
     train(engine, [0])
-    started, start_reduce = {}, Unit.start_reduce
+    started, ended, reduce = {}, set(), Unit.reduce
 
-    def starting(unit):
-        assert unit.name not in started, "each unit is reduced once"
-        started[unit.name] = engine._runtime.here.action.split()[0]
-        return start_reduce(unit)
+    def reducing(unit):
+        assert unit not in ended, "each unit is reduced once"
+        started.setdefault(unit.name, engine._runtime.here.action.split()[0])
+        goes_on = reduce(unit)
+        if not goes_on:
+            ended.add(unit)
+        return goes_on
 
-    with mock.patch.object(Unit, "start_reduce", starting):
+    with mock.patch.object(Unit, "reduce", reducing):
         train(engine, [1])
     want, end = last if dist.get_rank() // 2 else first, started[""]
     assert started == want | {"": end}
