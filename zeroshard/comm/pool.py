@@ -22,13 +22,10 @@ class BufferPool:
         self._device, self._keeps = device, not streams.has_streams(device)
         self._free: list[Tensor] = []
         """The buffer that was given back last is at the end."""
+        self.num_bytes = 0
+        """Bytes of all buffers, those in use and the free ones."""
         self._bytes_in_use = 0
         self._most_in_use = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers, those in use and the free ones."""
-        return self._bytes_in_use + sum(buffer.nbytes for buffer in self._free)
 
     def take(self, dtype: torch.dtype, size: int) -> Tensor:
         """Return a buffer without values: [size]."""
@@ -37,10 +34,11 @@ class BufferPool:
             buffer = self._free.pop(fitting[-1])
         else:
             buffer = torch.empty(size, dtype=dtype, device=self._device)
+            self.num_bytes += buffer.nbytes
         self._bytes_in_use += buffer.nbytes
         self._most_in_use = max(self._most_in_use, self._bytes_in_use)
         while self._free and self.num_bytes > self._most_in_use:
-            self._free.pop(0)
+            self.num_bytes -= self._free.pop(0).nbytes
         return buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -48,12 +46,14 @@ class BufferPool:
         self.drop(buffer)
         if self._keeps:
             self._free.append(buffer)
+            self.num_bytes += buffer.nbytes
 
     def drop(self, buffer: Tensor) -> None:
         """Drop a buffer of `take`: it has another owner now and will not be given back."""
         self._bytes_in_use -= buffer.nbytes
+        self.num_bytes -= buffer.nbytes
 
     def release(self) -> None:
         """Return the memory of every free buffer, at the end of a backward."""
         self._free.clear()
-        self._most_in_use = self._bytes_in_use
+        self.num_bytes = self._most_in_use = self._bytes_in_use

@@ -177,7 +177,7 @@ class Reducer:
         """Units whose reduction may start when those before them have started."""
         self.sending: deque[Unit] = deque()
         """Units whose packed buffers are in an exchange, the newest last; see [Note: Packed units]."""
-        self._later: list[Unit] = []
+        self._later: deque[Unit] = deque()
         """Units with further exchanges, under way or to come."""
         self._started: set[Unit] = set()
         """Units whose reduction has been started since the last delivery."""
@@ -310,8 +310,9 @@ class Reducer:
             self._ready.add(unit)
         while self._due and (unit is None or self._due[0] in self._ready):
             self._free_packed(but=self._num_ahead)
-            self._later = self._reduce(self._later)
-            self.sending += self._reduce([self._due.popleft()])
+            for _ in range(len(self._later)):
+                self._reduce(self._later, self._later)
+            self._reduce(self._due, self.sending)
             self._step_ended(but=1)
 
     def start_ahead(self, units: Collection[Unit] = ()) -> None:
@@ -323,29 +324,27 @@ class Reducer:
         """
         if self._num_summands > 1:
             self._list_due(units)
-            due, self._due = self._due, deque()
-            self.sending += self._reduce(due)
+            while self._due:
+                self._reduce(self._due, self.sending)
             self._state.has_sums = True
             self.pool.release()
 
-    def _reduce(self, units: Iterable[Unit]) -> list[Unit]:
-        """Start reductions, or go on with them; return the units whose reduction has not come to its end."""
-        left: list[Unit] = []
-        for unit in units:
-            self._started.add(unit)
-            (left if unit.reduce() else self._ended).append(unit)
-        return left
+    def _reduce(self, queue: deque[Unit], under_way: deque[Unit]) -> None:
+        """Start the reduction of the first unit of a queue, or go on with it; then it is in another queue."""
+        unit = queue.popleft()
+        self._started.add(unit)
+        (under_way if unit.reduce() else self._ended).append(unit)
 
     def _free_packed(self, but: int) -> None:
         """Wait for all first exchanges but the newest ones, so that their packed buffers are free."""
         while len(self.sending) > but:
-            self._later += self._reduce([self.sending.popleft()])
+            self._reduce(self.sending, self._later)
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""
         self._free_packed(but=0)
         while self._later:
-            self._later = self._reduce(self._later)
+            self._reduce(self._later, self._later)
 
     def _step_ended(self, but: int) -> None:
         """Step units whose reductions have ended, if that is wanted and this rank has had all gradients.
