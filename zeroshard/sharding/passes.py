@@ -296,7 +296,8 @@ class Passes:
             self._second_graph.take(*self._units)
         self.calls.collect()
         self._walk = Walk(self._order.reductions, self._reducer, self._graph, num_prefetch=self._num_prefetch)
-        self._order.follow_backward(self._walk.left)
+        if self._order.is_common:
+            self._order.reduce_first(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(self._reducer.asked if accumulates else None)
         if self._frozen:  # a part of the ranks may have a backward through a frozen unit after a trained one

@@ -81,7 +81,7 @@ class UnitOrder:
         """The units that may be gathered ahead; None: all."""
         self.reductions: list[Unit] = []
         """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
-        self._reduce([])
+        self.reduce_first([])
 
     def follow(self, called: Sequence[Unit], has_backward: bool) -> None:
         """Take in the units of a forward, in the order of their calls; without a backward, only new ones."""
@@ -91,17 +91,12 @@ class UnitOrder:
             self._set(merge([called, self.units] if is_other else [self.units, called]))
             self.has_changed = not self.is_common
 
-    def follow_backward(self, units: Sequence[Unit]) -> None:
-        """Take in the order in which a new backward leaves units."""
-        if self.is_common:
-            self._reduce([unit for unit in units if unit is not self._by_name[""]])
-
     def agree(self, axis: Axis) -> None:
         """Make one order of the orders of all ranks, which is not `is_common`; collective."""
         own = [unit.name for unit in self.units]
         everyone = axis.all_gather_object(own, "agreement on the order of units")
         merged = [self._by_name[name] for name in merge(everyone)]
-        self._reduce(merged[::-1])
+        self.reduce_first(merged[::-1])
         self._set(merged)
         self.has_changed = False
 
@@ -112,11 +107,12 @@ class UnitOrder:
         later = filter(self._gathered.__contains__, islice(self.units, unit.position + 1, None))
         return list(islice(later if self.scope is None else filter(self.scope.__contains__, later), num))
 
-    def _reduce(self, first: list[Unit]) -> None:
-        """Reduce these units first from now on: the order is agreed on, or follows from the last backward."""
+    def reduce_first(self, units: Sequence[Unit]) -> None:
+        """Reduce these units first from now on: the order is agreed on, or follows from a backward."""
         root, *others = self._by_name.values()
-        known = set(first)
-        self.reductions = [*first, *(unit for unit in reversed(others) if unit not in known), root]
+        ordered = dict.fromkeys((*units, *reversed(others)))
+        ordered.pop(root, None)
+        self.reductions = [*ordered, root]
 
     def _set(self, units: list[Unit]) -> None:
         self.units = units
@@ -183,8 +179,8 @@ class Reducer:
         """Units whose reduction has been started since the last delivery."""
         self.num_late: int | None = None
         """The units that got a gradient after their reduction, on any rank; None before any backward."""
-        self._late: list[tuple[Gradients, int, Tensor]] = []
-        """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
+        self._late: list[tuple[Unit, Gradients, int, Tensor]] = []
+        """Gradients that came after the reduction of their unit, as `receive` got them."""
         self.step_unit: Callable[[Unit], None] | None = None
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._ended: deque[Unit] = deque()
@@ -293,7 +289,7 @@ class Reducer:
             gradients.pack(index, gradient)
         elif self.step_unit is None:
             gradients.used[index] = True
-            self._late.append((gradients, index, gradient))
+            self._late.append((unit, gradients, index, gradient))
         else:
             raise RuntimeError(
                 f"{gradients.buffer.described} got a gradient after it was stepped in this backward: "
@@ -402,13 +398,9 @@ class Reducer:
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._state.moments.discard(Moment.TAINTED)
-        self._late.clear()
-        self._finish()
-        if self._state.has_sums:
-            for gradients in self._all:
-                gradients.drop()
-        self._state.has_sums, self._delivered = False, {}
-        self._started.clear()
+        if self._state.has_sums or self._started:
+            self._drop()
+        self._delivered = {}
 
     def drop_backward(self) -> None:
         """Drop the gradients that have not been delivered: the backward has ended in an exception.
@@ -421,23 +413,29 @@ class Reducer:
         self.start()
         if not self._role.defers:
             self._agree(has_failed=True)
-        self._drop()
+        self._fail()
 
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
         if self._state.has_sums or self.has_delivered:
             self._state.moments.add(Moment.TAINTED)
 
-    def _drop(self) -> None:
+    def _fail(self) -> None:
         self.taint()
         if self._state.hook is not None:
             self._state.hook.drop()
-        self._state.has_sums = False
-        self._finish()
+        self._drop()
         for unit in self._units:
-            unit.drop_gradients()
+            unit.drop_backward()
+
+    def _drop(self) -> None:
+        """Drop all gradients that are in no `p.grad` yet."""
+        self._finish()
+        for gradients in self._all:
+            gradients.drop()
         self._late.clear()
         self._started.clear()
+        self._state.has_sums = False
         self.pool.release()
 
     def _deliver(self) -> None:
@@ -450,7 +448,7 @@ class Reducer:
         self.start()
         used, again = self._agree(has_failed=False)
         if used is None:
-            self._drop()
+            self._fail()
             if again:
                 raise RuntimeError(
                     "a gradient came on some rank after another had stepped its unit in this backward: load "
@@ -461,7 +459,7 @@ class Reducer:
                 "are incomplete and were dropped on all ranks"
             )
         late, self._late = self._late, []
-        for gradients, index, gradient in late:
+        for _, gradients, index, gradient in late:
             gradients.pack(index, gradient)
         self._due.extend(again)
         self.start()
@@ -483,9 +481,9 @@ class Reducer:
             rank has ended in an exception, or has stepped units that have late gradients. And the units that
             have late gradients on any rank.
         """
-        late, units = {gradients for gradients, *_ in self._late}, self.order.reductions
+        late, units = {unit for unit, *_ in self._late}, self.order.reductions
         flags = [flag for gradients in self._all for flag in gradients.used]
-        flags += [not late.isdisjoint(unit.gradients) for unit in units]
+        flags += [unit in late for unit in units]
         flags += [self.order.has_changed, has_failed, self.step_unit is not None]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()  # steps wait for the answer

@@ -409,10 +409,8 @@ class Unit:
         self._reductions = [part for part in parts if next(part, _OVER) is not _OVER]
         return bool(self._reductions)
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients of a backward that failed, after the reductions under way have ended."""
-        for gradients in self.gradients:
-            gradients.drop()
+    def drop_backward(self) -> None:
+        """Drop the gradients and the notes of a backward that failed."""
         for buffer in self.buffers:
             for parameter in buffer.unsharded:
                 parameter.grad = None
