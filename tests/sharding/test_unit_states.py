@@ -19,6 +19,7 @@ from zeroshard.config.sections import Config, Offload, Precision
 from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
 from zeroshard.plan.units import find_units
+from zeroshard.sharding.gradients import Role
 from zeroshard.stepping.attach import attach
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
     sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
     used = torch.full((gradients.buffer.layout.total,), 7.0)
-    gradients.begin(more=False, defer=False)
+    gradients.begin(Role())
     with mock.patch.object(gradients._pool, "take", return_value=used):
         flat = gradients._open()
     assert gradients.buffer.layout.gaps
@@ -122,7 +123,7 @@ def test_gradients_are_averaged_and_what_no_rank_used_stays_without():
         sharded = shard_net(axis, stage=stage)
         (gradients,) = sharded.inner.gradients
         scale = 10.0**axis.rank
-        gradients.begin(more=deferred, defer=deferred)
+        gradients.begin(Role(defers=deferred, has_more=deferred))
         gradients.pack(0, torch.full((30, 20), scale))
         if axis.rank == 0:
             gradients.pack(1, torch.full((30,), 4.0))

@@ -15,8 +15,8 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Set
-from typing import Any
+from collections.abc import Collection, Generator, Iterator, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,23 @@ from zeroshard.sharding.context import Context
 from zeroshard.stores.store import GradientStore
 
 _NEAR = GradientStore()
+
+
+class Role(NamedTuple):
+    """The part that a backward has in a step, from its begin to its end."""
+
+    defers: bool = False
+    """True if it adds gradients up locally and sends nothing, but for the units in `ending`."""
+    has_more: bool = False
+    """True if a later backward adds to its gradients."""
+    ending: Collection[Any] = ()
+    """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
+    scale: float | None = None
+    """The loss scale in its gradients; None: nobody gives one, and the scale of the last backward holds."""
+    steps: bool = False
+    """True if units are stepped in it."""
+    hook: Any = None
+    """The `gradient_hooks.GradientHook` that reduces its gradients; None: the exchanges of the plan do."""
 
 
 class Gradients:
@@ -50,12 +67,12 @@ class Gradients:
         self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
         self._main_size = plan.main_size
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
+        self._role = Role()
+        """The part of the backward under way, or of the last one."""
         self._mean = self._scale = 1.0
         """The factor that makes means of gradients, and the part of it that is in the packed buffer."""
         self._factor = torch.tensor(1.0 / context.axes.dp.size, dtype=torch.float64, device="cpu")
         """The value of `_scale` other than 1: a product with a number makes a tensor of it first."""
-        self._exchange: Callable[[Gradients, Tensor], Generator[None, None, Tensor]] = Gradients.over_ranks
-        """Turns packed gradients into means; no bound method, which would be a cycle."""
         self._wide_factor: Tensor | None = None
         """[1], on the device: the same for gradients in another dtype; it takes part in type promotion."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
@@ -100,29 +117,18 @@ class Gradients:
         flat = () if self.flat is None else (self.flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(
-        self, more: bool, defer: bool, scale: float | None = None, *, steps: bool = False, hook: Any = None
-    ) -> None:
-        """Begin a backward. New gradients are added to those that exist.
-
-        Args:
-            more: True if a later backward is to add to the gradients of this one.
-            defer: True if a later backward is to reduce them.
-            scale: the loss scale; None: nobody gives one, and the scale of the last backward holds.
-            steps: True if units are stepped in this backward.
-            hook: the `gradient_hooks.GradientHook` that reduces them; None: the exchanges of the plan do.
-        """
-        if scale is not None:
-            self._unscale = 1.0 / scale
-        self._defer = defer
-        self._mean = 1.0 if hook is not None else 1.0 / self._context.axes.dp.size
-        self._hook, self._exchange = hook, Gradients.over_ranks if hook is None else Gradients.by_hook
+    def begin(self, role: Role) -> None:
+        """Begin a backward. New gradients are added to those that exist."""
+        self._role = role
+        self._mean = 1.0 if role.hook is not None else 1.0 / self._context.axes.dp.size
+        if role.scale is not None:
+            self._unscale = 1.0 / role.scale
         plan = self.buffer.plan
-        self.is_kept = more and not defer and self._wide_dtype != plan.main_dtype
+        self.is_kept = role.has_more and not role.defers and self._wide_dtype != plan.main_dtype
         self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
-        may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
+        may_wait = self._unscale == 1.0 and not role.steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
-        self._target = _NEAR if steps and not self.store.is_near else self.store
+        self._target = _NEAR if role.steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
@@ -189,8 +195,8 @@ class Gradients:
 
     def _open(self) -> Tensor:
         """Take a buffer to pack into; its padding is zero."""
-        dtype = self._wide_dtype if self._defer else self._reduce_dtype
-        self._scale = 1.0 if self._defer else self._mean
+        dtype = self._wide_dtype if self._role.defers else self._reduce_dtype
+        self._scale = 1.0 if self._role.defers else self._mean
         self.flat = flat = self._pool.take(dtype, self.buffer.layout.total)
         if self._gaps:
             torch._foreach_zero_([flat[gap] for gap in self._gaps])  # one kernel for all of them
@@ -203,10 +209,11 @@ class Gradients:
             While an exchange is under way, and before the second one, when the packed buffer is free.
         """
         if self._slices:
-            result = yield from self._exchange(self, self._finish_packing())
+            exchange = self._over_ranks if self._role.hook is None else self._by_hook
+            result = yield from exchange(self._finish_packing())
             self._absorb(result)
 
-    def over_ranks(self, flat: Tensor) -> Generator[None, None, Tensor]:
+    def _over_ranks(self, flat: Tensor) -> Generator[None, None, Tensor]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads."""
         plan = self.buffer.plan
         in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
@@ -239,10 +246,10 @@ class Gradients:
                 self._pool.give(flat)
         return result
 
-    def by_hook(self, flat: Tensor) -> Generator[None, None, Tensor]:
+    def _by_hook(self, flat: Tensor) -> Generator[None, None, Tensor]:
         """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
         with self._context.streams.reduce.after_compute():
-            handle = self._hook.run(self.buffer, [flat[part] for part in self._slices])
+            handle = self._role.hook.run(self.buffer, [flat[part] for part in self._slices])
         yield
         handle.wait()
         result = flat[self.buffer.own].clone().to(self._wide_dtype)

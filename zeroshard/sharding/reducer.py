@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress, islice, pairwise
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.gradients import Gradients, Role
 from zeroshard.sharding.unit import Unit
 
 T = TypeVar("T", bound=Hashable)
@@ -118,19 +118,6 @@ class UnitOrder:
         self.units = units
         for position, unit in enumerate(units):
             unit.position = position
-
-
-class Role(NamedTuple):
-    """The part that a backward has in a step, from its begin to its end."""
-
-    defers: bool = False
-    """True if it adds gradients up locally and sends nothing, but for the units in `ending`."""
-    has_more: bool = False
-    """True if a later backward adds to its gradients."""
-    ending: Collection[Unit] = ()
-    """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
-    scale: float | None = None
-    """The loss scale in its gradients; None if nobody has scaled the loss."""
 
 
 class Reducer:
@@ -258,8 +245,9 @@ class Reducer:
         steps = self.step_unit is not None and not role.has_more
         if steps:
             self._state.moments.add(Moment.STEPPED)
+        own = role._replace(ending=(), steps=steps, hook=hook)  # with units in it there would be a cycle
         for gradients in self._all:
-            gradients.begin(role.has_more, role.defers, role.scale, steps=steps, hook=hook)
+            gradients.begin(own)
         self._ended.clear()
         self._list_due(role.ending if role.defers else self._units)
 
