@@ -244,6 +244,7 @@ class Gradients:
             handle.wait()
             if not (number or in_place):  # the first exchange is a reduce-scatter
                 self._pool.give(flat)
+                flat = result  # nothing here keeps its memory
         return result
 
     def _by_hook(self, flat: Tensor) -> Generator[None, None, Tensor]:

@@ -1,5 +1,10 @@
 """The gradients of all units: reduced as they arrive, delivered together at the end of a backward.
 
+    due  --start-->  sending  --first exchange-->  later  --other exchanges-->  ended  --deliver-->
+
+Units pass through these queues. Each move is a call of `Unit.reduce`, which goes on to the next `yield` of
+`Gradients.reduce`; a reduction with one exchange has ended after it.
+
 [Note: Packed units] A packed buffer is as large as its unit. At any time of a backward there are packed
 buffers of the root, of the unit that is being packed, and of at most `num_prefetch` units (at least one)
 whose first exchange is under way. So before a unit is packed, older reductions wait for their exchange.
@@ -314,7 +319,7 @@ class Reducer:
             self.pool.release()
 
     def _reduce(self, queue: deque[Unit], under_way: deque[Unit]) -> None:
-        """Start the reduction of the first unit of a queue, or go on with it; then it is in another queue."""
+        """Start the reduction of the first unit of a queue, or go on with it, and move the unit on."""
         unit = queue.popleft()
         self._started.add(unit)
         (under_way if unit.reduce() else self._ended).append(unit)
