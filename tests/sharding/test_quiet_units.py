@@ -121,3 +121,21 @@ def test_a_batch_shows_the_parameters_of_quiet_units_from_its_begin_to_its_end()
         engine(numbers(0, 5, 4))
         assert layer.weight is shown is at_rest.unsharded()
     assert layer.weight is at_rest
+
+
+def edit_in_a_batch(engine):
+    with running_batch(engine._runtime):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        with torch.no_grad():
+            engine.module.first.bias.add_(1)
+            engine(torch.ones(2, 4))
+
+
+@on_ranks(1)
+def test_an_edit_in_a_batch_is_refused_at_its_end_and_no_step_is_taken_until_zero_grad():
+    config = {"stage": 0, "units": ["Linear"], "precision": {"param_dtype": "bfloat16"}}
+    engine = zeroshard.initialize(Net(), torch.optim.SGD, config).engine
+    with pytest.raises(RuntimeError, match=r"'first\.bias' was edited in a forward"):
+        edit_in_a_batch(engine)
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()

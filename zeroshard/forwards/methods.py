@@ -38,14 +38,14 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
         root, passes = runtime.root, runtime.passes
         if (dtype := runtime.input_dtype(root.module)) is not None:
             args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype)
-        before = passes.is_in_method
+        before = passes.passive
         try:
             passes.before_forward(root)
             try:
-                passes.is_in_method = True
+                passes.passive = (*before, root)
                 output = method(*args, **kwargs)
             finally:
-                passes.is_in_method = before
+                passes.passive = before
             return passes.after_forward(root, root.module, args, output)
         finally:
             passes.exit_forward(root)

@@ -12,6 +12,7 @@ from torch import Tensor
 class Phase(Enum):
     """The phases of a sharded module."""
 
+    __hash__ = object.__hash__  # an enum's own takes many times as long
     REST = "at rest"
     FORWARD = "in a forward"
     BACKWARD = "in a backward"
@@ -30,6 +31,7 @@ _MOVES = {
 class Moment(Enum):
     """The moments in which calls may be refused. The value ends the sentence that begins with the call."""
 
+    __hash__ = object.__hash__  # an enum's own takes many times as long
     SHOWN = (
         "inside engine.unsharded() would take the full parameters for the model's own: call it after the "
         "block; inside, the model's own methods see full parameters"
@@ -151,7 +153,7 @@ class ModuleState:
             RuntimeError: one of them lasts.
         """
         for moment in moments:
-            if self.moments and moment in self.moments:  # an enum takes long to hash
+            if moment in self.moments:
                 raise RuntimeError(f"{call} {moment.value}")
 
     def begin_step(self) -> None:

@@ -83,8 +83,9 @@ class Passes:
         """The units whose forward has ended and that stay gathered."""
         self.last: Collection[Unit] = ()
         """The units that the last forward with a backward ended with."""
-        self.is_in_method = False
-        """True if the forward under way is another method of the root, which may call the root itself."""
+        self.passive: Collection[Unit] = ()
+        """Units whose forwards need nothing: the quiet ones in a batch, which shows their parameters all the
+        time, and the root inside another of its methods."""
         self._walk = Walk((), reducer, self._graph)
         """The backward under way, or the last one."""
         self._task: int | None = NEVER
@@ -102,7 +103,8 @@ class Passes:
         Args:
             unit: the unit whose forward begins.
         """
-        if unit is self._root and self.is_in_method:
+        if unit in self.passive:
+            unit.wait()  # its parameters may follow a step
             return
         refuse_capture()
         if is_in_backward():
@@ -144,7 +146,7 @@ class Passes:
         Raises:
             RuntimeError: the forward has edited a parameter.
         """
-        if self.is_in_method and unit is self._root:
+        if unit in self.passive:
             return output
         unit.check_edits()
         if unit is self._root and (dtype := self._context.output_dtype) is not None:
@@ -159,7 +161,7 @@ class Passes:
 
     def exit_forward(self, unit: Unit) -> None:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
-        if unit is self._root and self.is_in_method:
+        if unit in self.passive:
             return
         is_second = is_in_backward()
         self.calls.end(unit)
@@ -308,7 +310,8 @@ class Passes:
                 frozen.joins_backward = joins
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
-            shown.slots.install()
+            if shown not in self.passive:
+                shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
 
     def receive(self, number: int, index: int, gradient: Tensor) -> None:
@@ -335,11 +338,11 @@ class Passes:
                 f"backward of {unit.described}, after its parameters were freed: return every tensor "
                 "that the loss depends on from the unit's forward"
             )
-        if gradients.flat is None:
+        if gradients.flat is None and unit not in self.quiet:
             self._reducer.receive(unit, gradients, index, gradient)
         else:
             gradients.pack(index, gradient)
-        if not gradients.missing:
+        if not gradients.missing and unit not in self.quiet:
             self._walk.note_gradient(unit)
 
     def _end_backward(self, makes_graph: bool) -> None:
@@ -403,7 +406,8 @@ class Passes:
     def reshard_all(self) -> None:
         """Show the parameters of rest, and free the units that no other lease keeps."""
         for unit in self._units:
-            unit.slots.uninstall()
+            if unit not in self.passive:
+                unit.slots.uninstall()
         self._ended = {}
         self._forward.end()
         self._graph.end(self._units)

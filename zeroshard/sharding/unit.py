@@ -18,7 +18,6 @@ memory for cuDNN, and counts no version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -176,17 +175,6 @@ class Slots:
                 slots[attribute] = shown
         if self._watched:
             self._announce()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Show the unsharded parameters until the end: forwards and backwards inside do not look again."""
-        self.install()
-        slots, self._slots = self._slots, []
-        try:
-            yield
-        finally:
-            self._slots = slots
-            self.uninstall()
 
     def _announce(self) -> None:
         for owner, attribute in self._watched:

@@ -116,8 +116,7 @@ class Runner:
         self._calls.clear()  # a batch may have failed
         self._awaited.clear()
         first, needed, _ = self._steps[0]
-        has_begun = not needed
-        if has_begun:
+        if not needed:
             self._chunks.enter(first)
             self._act(first)
         shapes = agree()
@@ -130,7 +129,7 @@ class Runner:
             self._chunks.enter(action)
             for message in receives:
                 found[message] = self._take(message, known)
-            if number or not has_begun:
+            if number or needed:
                 self._act(action)
             for message in sends:
                 found[message] = self._send(message, known)
@@ -203,10 +202,9 @@ class Runner:
         call, is_recomputed = self._calls.pop(place), place in self.recomputed
         if place in self._halved:
             self._calls[place].waiting = call.waiting
-        gradients: Sequence[Tensor | None] = call.gradients
-        if chunk == self._last_chunk:
-            gradients = (None,) * len(call.outputs)
-        sent = [v for v in call.outputs if chunk == self._last_chunk or _may_need(v, is_recomputed)]
+        is_last = chunk == self._last_chunk
+        gradients: Sequence[Tensor | None] = (None,) * len(call.outputs) if is_last else call.gradients
+        sent = [value for value in call.outputs if is_last or _may_need(value, is_recomputed)]
         pairs = [pair for pair in zip(sent, gradients, strict=True) if pair[0].requires_grad]
 
         def run() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -72,20 +72,24 @@ def running_part(runtime: Runtime, name: Hashable, units: Collection[Unit]) -> I
 @contextmanager
 def running_batch(runtime: Runtime) -> Iterator[None]:
     """Run the micro-batches of a batch; no other forward runs between them."""
+    passes = runtime.passes
     runtime.state.moments.add(Moment.BATCH)
+    passes.passive = passes.quiet
     try:
-        with ExitStack() as stack:
-            for unit in runtime.passes.quiet:
-                stack.enter_context(unit.slots.held())
-            yield
+        for unit in passes.quiet:
+            unit.slots.install()
+        yield
+        runtime.check_edits()
     except BaseException:
         runtime.reducer.taint()
         raise
     finally:
+        passes.passive = ()
         runtime.state.moments.remove(Moment.BATCH)
-        runtime.passes.calls.named.clear()
+        passes.calls.named.clear()
+        for unit in passes.quiet:
+            unit.slots.uninstall()
         runtime.reshard()
-    runtime.check_edits()
 
 
 class BatchPiece(NamedTuple):
@@ -430,10 +434,9 @@ class PipelineTraining:
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < len(self._part.cut.runs) - 1:
             outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)
-            for output in outputs:
-                if not isinstance(output, Tensor):
-                    got = type(output).__name__
-                    raise ValueError(f"chunk {chunk}: expected a tensor as output, got {got}")
+            for one in outputs:
+                if not isinstance(one, Tensor):
+                    raise ValueError(f"chunk {chunk}: expected a tensor as output, got {type(one).__name__}")
             return outputs
 
         def last(**kwargs: Any) -> Any:
@@ -473,6 +476,7 @@ class PipelineTraining:
         if action.kind is Kind.STEP:
             if self.method is not None:  # else the batch ends with the step
                 assert self._take_step is not None, "it runs"
+                self._runtime.check_edits()
                 self._runtime.before_step()
                 self._take_step(self.method.stepping())
                 self._scales.pop(0)
