@@ -229,16 +229,15 @@ OFFERS = tuple(
 def everything(own: Predictor) -> list[Choice]:
     """All configurations, made without the search."""
     return [
-        replace(division, samples=num, recompute=recompute, stage=stage, tiers=tiers, bits=bits)
-        for division, samples in divisions(own)
-        for recompute, num in itertools.product(RECOMPUTES, samples)
+        replace(division, recompute=recompute, stage=stage, tiers=tiers, bits=bits)
+        for division, recompute in itertools.product(divisions(own), RECOMPUTES)
         for stage, tiers, bits in OFFERS
         if division.pp == 1 or recompute != "auto"
     ]
 
 
 def test_divisions_are_those_of_the_ranks_and_the_samples(four: Predictor) -> None:
-    found = [(one.pp, one.tp, num) for one, samples in divisions(four) for num in samples if one.chunks == 1]
+    found = [(one.pp, one.tp, one.samples) for one in divisions(four) if one.chunks == 1]
     assert len(found) == len(set(found)) + 2 * len([one for one in set(found) if one[0] > 1])  # schedules
     for pp, tp, samples in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32)):
         exists = 4 % (pp * tp) == 0 and 16 * pp * tp % (4 * samples) == 0
@@ -252,29 +251,23 @@ def test_divisions_are_those_of_the_ranks_and_the_samples(four: Predictor) -> No
 )
 def test_the_search_finds_what_all_predictions_find(vocabulary: int, room: int, samples: int) -> None:
     own = predictor(replace(FOUR, machine=replace(GPU, device_bytes=room)), samples, vocabulary)
-    near = {
-        division: (samples, own.bounds(division, samples, OFFERS)) for division, samples in divisions(own)
-    }
     exact: dict[Choice, float] = {}
     for choice in everything(own):
         with contextlib.suppress(ValueError):  # no such schedule
             found = own(choice)
             place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
-            division = Choice(tp=choice.tp, pp=choice.pp, schedule=choice.schedule, chunks=choice.chunks)
-            samples_of, bounds = near[division]
-            how, offer = RECOMPUTES.index(choice.recompute), (choice.stage, choice.tiers, choice.bits)
-            at = how, samples_of.index(choice.samples), OFFERS.index(offer)
-            least, num_bytes = (one[at] for one in bounds)
-            assert num_bytes <= found.estimate.peak
-            if own.fits(found.estimate.peak, found.estimate.host):
-                assert least <= found.seconds
+            least = own.least(replace(place, stage=0, bits=8))[int(choice.recompute == "unit"), choice.stage]
+            assert least <= found.seconds
+            if choice.pp > 1:
+                assert own.bytes(choice, own.least_held(choice)).peak <= found.estimate.peak
+            if own.fits(found.estimate):
                 exact[place] = min(found.seconds, exact.get(place, found.seconds))
     with mock.patch.object(own, "step", wraps=own.step) as predicted:
         result = search(own, bits=BITS)
     assert result.num == len(everything(own)) > 4 * predicted.call_count
     assert [one.seconds for one in result.best] == pytest.approx(sorted(exact.values())[:5])
     for one in result.best:
-        assert own.fits(one.estimate.peak, one.estimate.host)
+        assert own.fits(one.estimate)
         zeroshard.Config.from_dict(own.config(one.choice))
 
 

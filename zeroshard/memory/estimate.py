@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.config.sections import Config, Mesh
+from zeroshard.config.sections import Config
 from zeroshard.forwards.keeping import NO_LINK, Interval, Link, choose_keeping, time_line
 from zeroshard.memory import tiered
 from zeroshard.memory.tiered import STATES, ModelStates, States, byte_rows
@@ -182,8 +182,10 @@ class Counted:
         setting = setting_of(config, world_size, host_computes=host_computes)
         usage = self._model.usage(config, setting) if self._has_activations else DryRun()
         ranks, states = self._model.planned(config, setting), States(bits=optimizer_bits)
+        steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
         found = max(
-            (estimate_of_rank(own, setting, config, states, usage) for own in ranks), key=lambda one: one.peak
+            (estimate_of_rank(own, setting, config, steps, states, usage) for own in ranks),
+            key=lambda one: one.peak,
         )
         return self._within_budget(found, config, usage) if self._has_activations else found
 
@@ -202,18 +204,18 @@ class Counted:
 
 
 def estimate_of_rank(
-    own: RankUnits, setting: Setting, config: Config, states: States, usage: DryRun
+    own: RankUnits, setting: Setting, config: Config, steps: int, states: States, usage: DryRun
 ) -> Estimate:
     """Return the bytes of a rank with some units.
 
     Args:
         own: the units that it holds.
         setting, config: the setting of their plans, and the config.
+        steps: micro-batches of a step.
         states: the states of the optimizer.
         usage: what a micro-batch takes.
     """
     units, scales = own
-    steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
     together = 1 + units_ahead(config.num_prefetch, units) if setting.placements.kept else len(units)
     tiers = tiered.bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
@@ -242,16 +244,15 @@ def _checked_number(given: object) -> int:
 # ---------------------------------------------------------------------------------- the units of ranks
 
 
-def setting_of(config: Config, world_size: int, *, host_computes: bool, mesh: Mesh | None = None) -> Setting:
+def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setting:
     """Return the setting of plans for a number of ranks. Raises ValueError for no multiple of the mesh.
 
     Args:
         config: the config.
         world_size: the ranks.
         host_computes: see `estimate`.
-        mesh: taken in the place of the mesh of the config, as a config takes long to check.
     """
-    mesh, inner = mesh or config.mesh, config.reshard_after_forward
+    mesh, inner = config.mesh, config.reshard_after_forward
     along = Arrangement(world_size, mesh.pp, mesh.tp, config.shard_group_size).sizes
     num_inner = 1 if isinstance(inner, bool) else inner
     if along.dp_shard % num_inner:

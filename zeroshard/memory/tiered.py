@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,19 +109,26 @@ def bytes_on_tiers(
         num_micro_batches: micro-batches in a step.
         states: the states of the optimizer; counted without padding, on the rank that holds most.
     """
-    buffers = [buffer for unit in units for buffer in unit.buffers]
+    kinds = defaultdict[tuple[BufferPlan, ...], list[str]](list)  # alike units are counted once
+    for unit in units:
+        kinds[unit.buffers].append(unit.name)
+    buffers = [(buffer, len(names)) for kind, names in kinds.items() for buffer in kind]
     return {
         tier: TierBytes(
-            parameters=sum(parameter_bytes(buffer, tier) for buffer in buffers),
-            gradients=_gradient_bytes(units, setting, num_micro_batches, tier),
-            optimizer=_state_bytes((b for b in buffers if b.state_tier is tier), setting, states),
-            buffers=_piece_bytes(units, setting, states, tier),
+            parameters=sum(times * parameter_bytes(buffer, tier) for buffer, times in buffers),
+            gradients=_gradient_bytes(kinds, setting, num_micro_batches, tier),
+            optimizer=_state_bytes([one for one in buffers if one[0].state_tier is tier], setting, states),
+            buffers=_piece_bytes(kinds, setting, states, tier),
         )
         for tier in Tier
     }
 
 
-def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
+_Kinds = Mapping[tuple[BufferPlan, ...], list[str]]
+"""The names of units with the same buffers."""
+
+
+def _gradient_bytes(kinds: _Kinds, setting: Setting, num: int, tier: Tier) -> int:
     is_early = bool(setting.steps_in_backward) and num == 1  # others than those of `train_batch` come, too
 
     def of_buffer(buffer: BufferPlan) -> int:
@@ -131,7 +138,9 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
         # Gradients with which the device steps in the backward stay there.
         return gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
 
-    each = [sum(map(of_buffer, unit.buffers)) for unit in units]
+    each = list[int]()
+    for kind, names in kinds.items():
+        each += [sum(map(of_buffer, kind))] * len(names)
     if not is_early:
         return sum(each)
     # Of the units that are stepped or wait for it, and of the unit that is reduced.
@@ -139,16 +148,16 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     return sum(sorted(each)[-num_units:])
 
 
-def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, tier: Tier) -> int:
+def _piece_bytes(kinds: _Kinds, setting: Setting, states: States, tier: Tier) -> int:
     """Bytes of the pieces of memory on a tier through which values of farther tiers pass."""
     if tier is Tier.DISK or tier is Tier.DEVICE is setting.host:
         return 0
     parts, numbers = [], Counter[str]()
-    travelling = ((u, b) for u in units for b in u.buffers if tier.distance < b.state_tier.distance)
-    for unit, buffer in travelling:
+    travelling = ((k, b) for k in kinds for b in k if tier.distance < b.state_tier.distance)
+    for kind, buffer in travelling:
         sizes, most = pieces.slice_sizes(buffer), pieces.most_elements(buffer)
         for indices in pieces.near_parts(buffer):
-            numbers[unit.name] += len(pieces.cut(sizes[indices[0]], most)) if len(indices) == 1 else 1
+            numbers[max(kinds[kind])] += len(pieces.cut(sizes[indices[0]], most)) if len(indices) == 1 else 1
             together = [min(sizes[index], most) for index in indices]
             num_bytes = sum(map(partial(_bytes_of_a_step, buffer, setting, states), together, indices))
             # No rank has most of each parameter: all that it has is its shard.
@@ -167,11 +176,11 @@ def _bytes_of_a_step(buffer: BufferPlan, setting: Setting, states: States, num: 
     return of_states + num * buffer.main_dtype.itemsize * (1 + has_gradients)
 
 
-def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:
-    """Optimizer states of the rank that holds most."""
+def _state_bytes(buffers: Sequence[tuple[BufferPlan, int]], setting: Setting, states: States) -> int:
+    """Optimizer states of the rank that holds most; each buffer is there so many times."""
     ranks = np.arange(setting.sizes[DP_SHARD])
     total = np.zeros_like(ranks)
-    for buffer, times in Counter(buffers).items():  # alike ones are counted once
+    for buffer, times in buffers:
         size = buffer.layout.shard_size
         for index, whole in enumerate(buffer.layout.sizes) if buffer.trainable else ():
             span = buffer.layout.parameter(index)
@@ -256,17 +265,20 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
         setting: the setting of the plans.
         num_micro_batches: micro-batches in a step.
     """
-    total = 0
+    total, last = 0, len(units) - 1
     num_reductions = 1 if setting.placements.gradient == SUMMANDS else num_micro_batches
-    for number, unit in enumerate(units):
-        is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
-        for buffer in unit.buffers:
-            compute, size = buffer.compute_dtype.itemsize, buffer.layout.total
-            num_gathers = 1 if buffer.is_resident else num_micro_batches
-            for path in (buffer.gathers, () if is_kept else buffer.regathers):
-                total += num_gathers * bytes_sent(path, size, setting.sizes, compute)
-            wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
-            total += num_reductions * bytes_sent(buffer.reductions, size, setting.sizes, *wire)
+    kinds = Counter(
+        (buffer, unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == last))
+        for number, unit in enumerate(units)
+        for buffer in unit.buffers
+    )
+    for (buffer, is_kept), times in kinds.items():
+        compute, size = buffer.compute_dtype.itemsize, buffer.layout.total
+        num_gathers = 1 if buffer.is_resident else num_micro_batches
+        for path in (buffer.gathers, () if is_kept else buffer.regathers):
+            total += times * num_gathers * bytes_sent(path, size, setting.sizes, compute)
+        wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
+        total += times * num_reductions * bytes_sent(buffer.reductions, size, setting.sizes, *wire)
     return total
 
 

@@ -4,10 +4,10 @@ A step is the list schedule of `timeline.py`. In a pipeline each chunk is schedu
 into the simulator of `parallel/pipeline/simulate.py`. Bytes are those of `zeroshard.estimate`, by its own
 functions.
 
-[Note: Bounds] `Predictor.bounds` gives seconds and bytes that a prediction never goes below, for all variants
-of a division at once: the sums of the busiest resource of a rank; in a pipeline also the forwards that its
-first micro-batch needs on other ranks, and the backwards that its last one leaves to them. So a search
-predicts few configurations one by one, and finds the best of all.
+[Note: Bounds] `Predictor.least` gives seconds that a prediction never goes below, for any tiers: the
+busiest resource of each chunk; in a pipeline also the forwards that its first micro-batch needs on other
+ranks, and the backwards that its last one leaves to them. `Predictor.least_held` gives the activations before
+the first backward of a pipeline, for which no schedule is built.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from zeroshard.assemble import specify_units
-from zeroshard.config.sections import Config, Mesh
+from zeroshard.config.sections import Config
 from zeroshard.forwards.budget import SHARE
 from zeroshard.forwards.dryrun import without_memory
 from zeroshard.forwards.keeping import Interval
-from zeroshard.memory.activations import ModelWithoutMemory
 from zeroshard.memory.estimate import Estimate, estimate_of_rank, setting_of
-from zeroshard.memory.tiered import States, bytes_sent, gradient_bytes, parameter_bytes
+from zeroshard.memory.tiered import States, bytes_sent
 from zeroshard.memory.typical import DryRun
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
@@ -45,27 +44,8 @@ from zeroshard.plan.placement import DP_SHARD, STAGES, SUMMANDS
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.planning.machine import Cluster
-from zeroshard.planning.profile import (
-    Profiles,
-    Subject,
-    count_units,
-    count_waiting,
-    names_in_order,
-    parts_of_root,
-    profile_of,
-)
-from zeroshard.planning.timeline import (
-    COMPUTE,
-    LINK,
-    NETWORK,
-    TIERS,
-    Choice,
-    Costs,
-    Line,
-    Prediction,
-    placement,
-    recomputes,
-)
+from zeroshard.planning.profile import Profiles, Subject, count_units, names_in_order, profile_of
+from zeroshard.planning.timeline import COMPUTE, LINK, NETWORK, TIERS, Choice, Costs, Line, Prediction
 
 
 class _Rows(NamedTuple):
@@ -78,7 +58,7 @@ class _Rows(NamedTuple):
     is_unit: Any
     """True for units other than the root, [rows]."""
     alike: list[int]
-    """The first row whose plan is the same but for the name, of each row."""
+    """The first unit whose plan is the same but for the name, of each unit; other rows are like no other."""
 
 
 class Predictor:
@@ -101,22 +81,18 @@ class Predictor:
         count: Callable[[int], Profiles] = lambda tp: {1: count_units(subject, tp, 1, cluster)}  # noqa: E731
         self.profiles = functools.cache(count) if timed is None else timed.__getitem__
         self.profile = functools.cache(lambda tp, num: profile_of(self.profiles(tp), num))
-        self._counted = functools.cache(
-            lambda num: ModelWithoutMemory(subject.model, subject.loss_of(num), subject.tp_plan)
-        )
         self.cut, self.rows = functools.cache(self._cut), functools.cache(self._rows)
-        self._parsed = functools.cache(lambda one: Config.parse(self._config_of_states(one)))
+        self._divided = functools.cache(partial(plan_division, subject.model, self.units, subject.tp_plan))
         self.usage, self._held = functools.cache(self._usage), functools.cache(self._held_in_pipeline)
-        self.waiting = functools.cache(lambda tp: count_waiting(subject, tp, self.on_cpu))
-        self._units, self._states = functools.cache(self._planned), functools.cache(self._estimated)
-        self._plans, self.within = functools.cache(self._costs), functools.cache(self._within)
-        self._offered = functools.cache(self._of_offers)
+        self.waiting = functools.cache(lambda tp: subject.waiting(tp, self.on_cpu))
+        self._units, self._plans = functools.cache(self._planned), functools.cache(self._costs)
+        self._states, self._of_rank = functools.cache(self._of_ranks), functools.cache(self._estimated)
 
     def on(self, cluster: Cluster) -> Predictor:
         """Return what predicts for a cluster of as many ranks with other rates or memory."""
         other = copy.copy(self)
         other.cluster = cluster
-        other._plans, other._offered = functools.cache(other._costs), functools.cache(other._of_offers)
+        other._plans = functools.cache(other._costs)
         return other
 
     # -- what configurations share --------------------------------------------------------------------
@@ -129,15 +105,15 @@ class Predictor:
         return chunked.outline
 
     def _rows(self, tp: int, is_cut: bool) -> _Rows:
-        model, parts = self.subject.model, list[UnitSpec]()
-        root, *units = plan_division(model, self.units, self.subject.tp_plan, tp).specs
-        for name, module in parts_of_root(model, [root, *units]).items():
+        (root, *units), parts = self._divided(tp).specs, list[UnitSpec]()
+        for name in self.profile(1, 1).names[len(units) + 1 :]:
+            module = self.subject.model.get_submodule(name)
             inside = set(module.modules()) if is_cut else set()
             own = [one for one in root.originals if any(owner in inside for owner, _ in one.owners)]
             parts.append(UnitSpec(name, module, own))
         rows = [replace(root, originals=[] if is_cut else root.originals), *units, *parts]
         is_unit = np.array([False, *(True for _ in units), *(False for _ in parts)])
-        kinds = [(bool(is_unit[at]), at == len(units), _kind_of(one)) for at, one in enumerate(rows)]
+        kinds = [(at == len(units), _kind_of(one)) if is_unit[at] else at for at, one in enumerate(rows)]
         return _Rows(rows, is_unit, list(map(kinds.index, kinds)))
 
     def num_microbatches(self, choice: Choice) -> int:
@@ -192,15 +168,17 @@ class Predictor:
 
     def rows_of_ranks(self, choice: Choice) -> list[list[int]]:
         """Return the rows of each pipeline rank."""
-        chunks = list(zip(placement(choice), self.cut(choice.pp * choice.chunks)[0], strict=True))
-        return [[row for place, run in chunks if place == rank for row in run] for rank in range(choice.pp)]
+        ranks: list[list[int]] = [[] for _ in range(choice.pp)]
+        for rank, run in zip(choice.placement, self.cut(choice.pp * choice.chunks)[0], strict=True):
+            ranks[rank] += run
+        return ranks
 
-    def _planned(self, choice: Choice) -> tuple[Setting, dict[int, UnitPlan]]:
-        """Return the plans of the first of all rows that are alike."""
-        rows, config = self.rows(choice.tp, choice.pp > 1), self._parsed(replace(choice, tp=1, pp=1))
-        mesh, num = Mesh(pp=choice.pp, tp=choice.tp), self.cluster.num_ranks
-        setting = setting_of(config, num, host_computes=self.on_cpu, mesh=mesh)
-        return setting, {row: plan_units([rows.specs[row]], setting)[0] for row in sorted({*rows.alike})}
+    def _planned(self, choice: Choice) -> tuple[Config, Setting, dict[int, UnitPlan]]:
+        """Return the config, the setting of plans, and the plans of the first of all rows that are alike."""
+        rows, config = self.rows(choice.tp, choice.pp > 1), Config.parse(self._config_of_states(choice))
+        setting = setting_of(config, self.cluster.num_ranks, host_computes=self.on_cpu)
+        plans = {row: plan_units([rows.specs[row]], setting)[0] for row in sorted({*rows.alike})}
+        return config, setting, plans
 
     # -- bytes ------------------------------------------------------------------------------------------
 
@@ -212,7 +190,8 @@ class Predictor:
         if samples > 2 or (samples == 2 and (tp, recompute) != (1, "none")):
             fixed = 2 * self.usage(1, "none", 1) - self.usage(1, "none", 2)
             return samples * self.usage(tp, recompute, 1) - (samples - 1) * fixed
-        return self._counted(samples).usage(*self.subject.setting(tp, self.on_cpu, recompute)).peak
+        model = self.subject.without_memory(samples)
+        return model.usage(*self.subject.setting(tp, self.on_cpu, recompute)).peak
 
     def activations(self, choice: Choice) -> tuple[int, ...]:
         """Return the most bytes of activations on each pipeline rank."""
@@ -228,6 +207,13 @@ class Predictor:
         own, is_unit = self.profile(choice.tp, choice.samples), self.rows(choice.tp, True).is_unit
         again = is_unit * own.saved * (choice.recompute == "unit")
         return np.where(again, own.made, own.saved), again
+
+    def least_held(self, choice: Choice) -> Any:
+        """Return bytes of activations that each rank of a pipeline holds at least; see [Note: Bounds]."""
+        last, num = choice.pp * choice.chunks, self.num_microbatches(choice)
+        most = [min(num, choice.pp, last - chunk) for chunk in range(last)]
+        first = [num] * last if choice.schedule == "gpipe" else most
+        return np.bincount(choice.placement, first * self._of_chunks(choice, self._kept(choice)[0]))
 
     def _held_in_pipeline(self, choice: Choice) -> tuple[int, ...]:
         (kept, again), found = self._kept(choice), list[ChunkBytes]()
@@ -249,46 +235,37 @@ class Predictor:
         shared = replace(choice, recompute="none", samples=0)
         return self._states(shared, self.num_microbatches(choice) > 1)
 
-    def _estimated(self, choice: Choice, accumulates: bool) -> list[Estimate]:
-        """Return the bytes of pipeline ranks; those with alike rows are counted once."""
-        (setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
-        key = "gradient_accumulation_steps" if choice.pp == 1 else "pipeline"
-        steps = 1 + accumulates if choice.pp == 1 else {"num_microbatches": 1 + accumulates}
-        config, states = Config.parse(self._config_of_states(choice) | {key: steps}), States(bits=choice.bits)
-        found, known = [], dict[tuple[int, ...], Estimate]()
-        for own in map(sorted, self.rows_of_ranks(choice)):
-            kinds = tuple(rows.alike[row] for row in own)
-            if kinds not in known:
-                parts = chain.from_iterable(rows.specs[row].originals for row in own if not rows.is_unit[row])
-                originals = list({id(one): one for one in parts}.values())  # of tied parts each once
-                root = plan_units([replace(rows.specs[0], originals=originals)], setting)
-                others = ((units[rows.alike[row]], rows.specs[row]) for row in own if rows.is_unit[row])
-                part = [*root, *(replace(unit, name=spec.name) for unit, spec in others)]
-                known[kinds] = estimate_of_rank((part, 0), setting, config, states, DryRun())
-            found.append(known[kinds])
-        return found
+    def _of_ranks(self, choice: Choice, accumulates: bool) -> list[Estimate]:
+        plans, alike = _of_plans(choice, choice.bits), self.rows(choice.tp, choice.pp > 1).alike
+        ranks = map(sorted, self.rows_of_ranks(choice))
+        return [self._of_rank(plans, accumulates, tuple(alike[row] for row in own)) for own in ranks]
 
-    def bytes(self, choice: Choice) -> Estimate:
-        """Return the bytes of the pipeline rank that has most."""
-        both = zip(self.states(choice), self.activations(choice), strict=True)
-        return max((replace(one, activations=held) for one, held in both), key=lambda one: one.peak)
+    def _estimated(self, choice: Choice, accumulates: bool, own: Sequence[int]) -> Estimate:
+        """Return the bytes of a rank with some rows, of which alike ones are the same one."""
+        (config, setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
+        parts = chain.from_iterable(rows.specs[row].originals for row in own if not rows.is_unit[row])
+        originals = list({id(one): one for one in parts}.values())  # of tied parts each once
+        root = plan_units([replace(rows.specs[0], originals=originals)], setting)
+        part, states = [*root, *(units[row] for row in own if rows.is_unit[row])], States(bits=choice.bits)
+        return estimate_of_rank((part, 0), setting, config, 1 + accumulates, states, DryRun())
 
-    def fits(self, peak: Any, host: Any) -> Any:
-        """True if a rank, and its node, have the memory: bytes, or arrays of them."""
+    def bytes(self, choice: Choice, activations: Sequence[int] | None = None) -> Estimate:
+        """Return the bytes of the pipeline rank that has most, with its own activations, or with others."""
+        held = self.activations(choice) if activations is None else activations
+        both = zip(self.states(choice), held, strict=True)
+        most, held_there = max(both, key=lambda one: one[0].peak + one[1])
+        return replace(most, activations=held_there)
+
+    def fits(self, own: Estimate) -> bool:
+        """True if a rank, and its node, have the memory."""
         machine, num = self.cluster.machine, min(self.cluster.num_ranks, self.cluster.ranks_per_node)
-        return (peak <= self.room) & (num * host <= SHARE * machine.host_bytes)
+        return own.peak <= self.room and num * own.host <= SHARE * machine.host_bytes
 
     # -- seconds ----------------------------------------------------------------------------------------
 
-    def compute(self, choice: Choice) -> tuple[Any, Any]:
-        """Return the seconds of forward and backward of all rows, with the exchanges of tensor ranks."""
-        own, cluster = self.profile(choice.tp, choice.samples), self.cluster
-        tensor = cluster.exchange(own.sent, own.calls, span=choice.tp, adds=True) if choice.tp > 1 else 0.0
-        return own.forward + tensor, own.backward + tensor
-
     def _costs(self, choice: Choice) -> Any:
         """Return the costs of the plans of all rows, [fields of Costs, rows]; alike ones are counted once."""
-        (setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
+        (_, setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
         last, found = int(rows.is_unit.sum()), []
         for row, unit in units.items():
             is_root = not rows.is_unit[row]
@@ -308,15 +285,10 @@ class Predictor:
         owned, width = buffer.main_size * buffer.trainable, choice.bits / 4  # bytes of both states
         main, span = owned * buffer.main_dtype.itemsize, choice.tp * sizes[DP_SHARD]
         travelling = width * owned * buffer.travels + main * (buffer.main_tier is not Tier.DEVICE)
-        unpadded = sum(buffer.layout.sizes) * buffer.trainable / (sizes[DP_SHARD] if buffer.is_partial else 1)
 
         def exchange(path: Sequence[Exchange], *items: int, adds: bool = False) -> float:
             sent = bytes_sent(path, total, sizes, *items)
             return float(self.cluster.exchange(sent, len(path), span=span, adds=adds))
-
-        def held(tier: Tier) -> float:
-            optimizer = width * unpadded * (buffer.state_tier is tier)
-            return parameter_bytes(buffer, tier) + gradient_bytes(buffer, setting, 1, tier) + optimizer
 
         first, link = exchange(buffer.gathers, item), buffer.main_size * item * is_far / slowest
         return Costs(
@@ -330,27 +302,34 @@ class Predictor:
             relink=link * (not is_kept),
             states=travelling / slowest,
             step=(2 * width * owned + 3 * main) / machine.bandwidth,
-            held=held(Tier.DEVICE),
-            sums=gradient_bytes(buffer, setting, 2) - gradient_bytes(buffer, setting, 1),
-            far=held(Tier.HOST),
-            unsharded=total * item * is_gathered,
         )
 
-    def times(self, choice: Choice) -> Costs:
-        """Return the costs of all rows as lists."""
-        forward, backward = self.compute(choice)
-        own = Costs(*self._plans(_of_plans(choice, choice.bits)))
-        left = self.room - self.states(choice)[0].peak if choice.recompute == "auto" else 0
-        again = self._share(choice, left) * self.rows(choice.tp, choice.pp > 1).is_unit * forward
-        own = own._replace(forward=forward, backward=own.backward + backward + again)
-        return Costs(*(column.tolist() for column in own))
+    def plans(self, choice: Choice) -> Any:
+        """Return the costs of the plans of all rows, [fields of Costs, rows]."""
+        return self._plans(_of_plans(choice, choice.bits))
 
-    def _share(self, choice: Choice, left: Any) -> Any:
-        """Return the share of the units that recompute, where so many bytes are left to activations."""
+    def times(self, choice: Choice, plans: Any, share: Any) -> Any:
+        """Return the costs of all rows, [..., fields of Costs, rows].
+
+        Args:
+            choice: the configuration.
+            plans: the costs of plans, [..., fields of Costs, rows].
+            share: the share of the units that recompute, [..., 1].
+        """
+        own, cluster = self.profile(choice.tp, choice.samples), self.cluster
+        tensor = cluster.exchange(own.sent, own.calls, span=choice.tp, adds=True) if choice.tp > 1 else 0.0
+        again = share * self.rows(choice.tp, choice.pp > 1).is_unit * (own.forward + tensor)
+        found = plans + np.zeros((*np.shape(share), 1))
+        found[..., 0, :] += own.forward + tensor
+        found[..., 1, :] += own.backward + tensor + again
+        return found
+
+    def share(self, choice: Choice) -> float:
+        """Return the share of the units that recompute."""
         if choice.recompute != "auto":
             return float(choice.recompute == "unit")
         kept, least = (self.usage(choice.tp, how, choice.samples) for how in ("none", "unit"))
-        return np.clip((kept - left) / max(1, kept - least), 0, 1)
+        return (kept - self.activations(choice)[0]) / max(1, kept - least)
 
     def __call__(self, choice: Choice) -> Prediction:
         """Predict a step. Raises ValueError if the configuration does not exist."""
@@ -358,10 +337,11 @@ class Predictor:
 
     def step(self, choice: Choice) -> Prediction:
         """Predict the seconds of a step alone. Raises ValueError if its schedule does not exist."""
-        return self._pipelined(choice) if choice.pp > 1 else self._alone(choice)
+        own = Costs(*self.times(choice, self.plans(choice), self.share(choice)).tolist())
+        return self._pipelined(choice, own) if choice.pp > 1 else self._alone(choice, own)
 
-    def _alone(self, choice: Choice) -> Prediction:
-        own, num, line = self.times(choice), self.num_microbatches(choice), Line(self.on_cpu)
+    def _alone(self, choice: Choice, own: Costs) -> Prediction:
+        num, line = self.num_microbatches(choice), Line(self.on_cpu)
         (order,), each, reduced = self.cut(1)[0], STAGES[choice.stage].gradient != SUMMANDS, 0.0
         nothing = [0.0] * len(own.link)
         for number in range(min(num, 3)):
@@ -377,8 +357,8 @@ class Predictor:
         line.step(own, order, reduced)
         return Prediction(choice, line.end, line.busy, partial(iter, line.spans))
 
-    def _pipelined(self, choice: Choice) -> Prediction:
-        own, schedule, num = self.times(choice), self._schedule(choice), self.num_microbatches(choice)
+    def _pipelined(self, choice: Choice, own: Costs) -> Prediction:
+        schedule, num = self._schedule(choice), self.num_microbatches(choice)
         nothing, transfer = [0.0] * len(own.link), self._transfer(choice)
         costs, tails = list[ActionCosts](), [0.0] * choice.pp
         busy = [dict.fromkeys((COMPUTE, NETWORK, LINK), 0.0) for _ in range(choice.pp)]
@@ -407,92 +387,34 @@ class Predictor:
         made, run = self.profile(choice.tp, choice.samples).made, self.cut(choice.pp * choice.chunks)[0][0]
         return float(self.cluster.exchange(max(made[run]), 1, span=self.cluster.num_ranks // choice.pp + 1))
 
-    # -- bounds -----------------------------------------------------------------------------------------
-
-    def bounds(
-        self, division: Choice, samples: Sequence[int], offers: tuple[Offer, ...] = ()
-    ) -> tuple[Any, Any]:
-        """Return seconds and bytes that the variants of a division take at least; see [Note: Bounds].
-
-        Args:
-            division: tensor and pipeline ranks, schedule and chunks.
-            samples: the samples of micro-batches.
-            offers: stages with tiers and bits; none for what all of them take at least.
-
-        Returns:
-            Seconds and bytes, [recomputes, samples, offers]; seconds are inf for variants that do not fit.
-        """
-        pp, places = division.pp, [replace(division, samples=one) for one in samples]
-        variants = [[replace(place, recompute=how) for place in places] for how in recomputes(division)]
-        num = np.array(list(map(self.num_microbatches, places)))[:, None, None]
-        plans, (within, first) = self._offered(division.tp, pp, offers), self.within(division)
-        own = Costs(*(plans @ within.T).swapaxes(0, 1))  # [offers, pp] each
-        held = 0.99 * (own.held + own.sums * (num > 1) + (plans[:, -1, None] * within).max(-1))  # no padding
-        most = (held + self._least_held(division, variants)[:, :, None]).max(-1)
-        forward, backward = np.array([self.compute(place) for place in places]).swapaxes(0, 1)
-        again = forward * self.rows(division.tp, pp > 1).is_unit
-        both_of = (zip(row, self.room - held, strict=True) for row in variants)
-        share = np.array([[self._share(one, left) + 0 * left for one, left in row] for row in both_of])
-
-        def sums(where: Any) -> tuple[Any, Any]:
-            """The seconds of forwards and of backwards, [recomputes, samples, offers, pp]."""
-            ahead, back, more = ((one @ where.T)[:, None] for one in (forward, backward, again))
-            return ahead, back + share * more
-
-        (forward_of, back), (ahead, behind) = sums(within), sums(first)
-        back = back + own.backward
-        each = np.array([STAGES[stage].gradient != SUMMANDS for stage, *_ in offers] or [False])
-        reduces = own.reduce * np.where(each[:, None] & (pp == 1), num, 1) + own.first - own.gather
+    def least(self, choice: Choice) -> Any:
+        """Return the least seconds of a step, [no unit recomputes or all, stages]; see [Note: Bounds]."""
+        plans = np.array([self.plans(replace(choice, stage=stage)) for stage in range(len(STAGES))])
+        found = self.times(choice, plans, np.array([[[0.0]], [[1.0]]]))
+        own, most = (
+            Costs(*np.moveaxis(self._of_chunks(choice, found), -2, 0)),
+            np.sum if self.on_cpu else np.max,
+        )
+        ahead = most([own.forward, own.gather, own.link], 0)
+        behind = most([own.backward, own.regather, own.relink], 0)
+        reduce = (own.reduce + own.first - own.gather) * (choice.pp > 1)
+        ranks = np.equal.outer(choice.placement, range(choice.pp))
+        tail = (own.step + np.maximum(0, reduce - behind)) @ ranks
         # Ranks before begin before; with whole backwards they end after, and the first one steps last.
-        is_whole = division.schedule not in HALVED
-        tail = (own.step + reduces * self.on_cpu)[..., : 1 if is_whole else pp]
-        compute, network = num * (forward_of + back) + tail, num * (own.gather + own.regather)
-        if self.on_cpu:
-            total = compute + network
-        else:  # in a pipeline reductions, and what travels, may run beside a backward
-            links = num * (own.link + own.relink) + own.states * (pp == 1)
-            total = np.maximum(np.maximum(compute, network + reduces * (pp == 1)), links)
-        others = ahead + behind * is_whole
-        total = (total + np.cumsum(others, -1) - others).max(-1)
-        fit = self.fits(most, 0.99 * own.far.min(-1))
-        return np.where(fit, (1 - 1e-9) * total, np.inf), most
+        is_whole = choice.schedule not in HALVED
+        others = (ahead + behind * is_whole)[..., : choice.pp]
+        total = self.num_microbatches(choice) * ((ahead + behind) @ ranks) + np.cumsum(others, -1) - others
+        return (1 - 1e-9) * (total + tail[..., : 1 if is_whole else None]).max(-1)
 
-    def _of_offers(self, tp: int, pp: int, offers: Sequence[Offer]) -> Any:
-        """Return the costs of plans, [offers, fields of Costs, rows]; without offers there are none."""
-        if not offers:
-            return np.zeros((1, len(Costs._fields), len(self.rows(tp, pp > 1).specs)))
-        own = (_of_plans(Choice(stage=one, tp=tp, pp=pp, tiers=tiers), bits) for one, tiers, bits in offers)
-        return np.array([*map(self._plans, own)])
-
-    def _within(self, division: Choice) -> tuple[Any, Any]:
-        """Return 1 for the rows of each pipeline rank, and for those of its first chunk, [ranks, rows]."""
-        pp, is_unit = division.pp, self.rows(division.tp, division.pp > 1).is_unit
-        chunks = np.zeros((pp * division.chunks, len(is_unit)))
-        for own, run in zip(chunks, self.cut(len(chunks))[0], strict=True):
-            own[run] = 1
-        within = np.equal.outer(range(pp), placement(division)) @ chunks
-        if division.schedule == "zbv":  # the first rank has both ends of the root, perhaps tied ones
-            within[0, ~is_unit] = 0
-        return within, chunks[:pp]
-
-    def _least_held(self, division: Choice, variants: Sequence[Sequence[Choice]]) -> Any:
-        """Return bytes of activations that are held at least, [recomputes, samples, pipeline ranks]."""
-        if division.pp == 1:
-            ways = (("none" if row[0].recompute == "none" else "unit", row) for row in variants)
-            return np.array([[[self.usage(one.tp, how, one.samples)] for one in row] for how, row in ways])
-        last, within = division.pp * division.chunks, self.within(division)[0]
-        most = np.full(within.shape[1], np.inf)  # micro-batches of each row before the first backward
-        for chunk, run in enumerate(self.cut(last)[0] if division.schedule != "gpipe" else ()):
-            most[run] = min(division.pp, last - chunk)
-        num = ((self.num_microbatches(one), self._kept(one)[0]) for row in variants for one in row)
-        held = np.array([within @ (kept * np.minimum(number, most)) for number, kept in num])
-        return held.reshape(len(variants), -1, division.pp)
+    def _of_chunks(self, choice: Choice, of_rows: Any) -> Any:
+        """Return sums of values of rows, [..., chunks]."""
+        runs = self.cut(choice.pp * choice.chunks)[0]
+        starts = np.cumsum([0, *map(len, runs[:-1])])
+        return np.add.reduceat(of_rows[..., [*chain(*runs)]], starts, -1)
 
 
 HALVED = ("zb-h1", "zbv")
 """Schedules whose backwards come in two halves."""
-Offer = tuple[int, tuple[str, str], int]
-"""A stage, tiers as in `Choice`, and bits."""
 _NOTHING = (0.0,) * len(Costs._fields)
 
 

@@ -51,6 +51,15 @@ class Subject(NamedTuple):
         config = Config.parse({**self.given, "mesh": {"tp": tp}, "recompute": recompute})
         return config, setting_of(config, tp, host_computes=on_cpu)
 
+    def without_memory(self, samples: int) -> ModelWithoutMemory:
+        """Return the model with the loss of a micro-batch."""
+        return ModelWithoutMemory(self.model, self.loss_of(samples), self.tp_plan)
+
+    def waiting(self, tp: int, on_cpu: bool) -> Any:
+        """Return the bytes of a sample between the halves of a backward, [rows]."""
+        halves = self.without_memory(1).trace(*self.setting(tp, on_cpu), rows, is_halved=True)
+        return np.array([int(row.forward[ALIVE] + row.backward[ALIVE]) for row in halves.rows.values()])
+
 
 def names_in_order(model: nn.Module) -> Sequence[str]:
     """Return the names of the modules along which a pipeline cuts a model; none if it cannot."""
@@ -123,8 +132,8 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
     dtype = str(config.precision.param_dtype or torch.float32).removeprefix("torch.")
     if dtype not in machine.flops:
         raise ValueError(f"cluster: expected a rate of {dtype} in flops, got {', '.join(machine.flops)}")
-    model = ModelWithoutMemory(subject.model, subject.loss_of(samples), subject.tp_plan)
-    counts, rate = model.trace(config, setting, rows).rows, machine.flops[dtype] * cluster.efficiency
+    counts = subject.without_memory(samples).trace(config, setting, rows).rows
+    rate = machine.flops[dtype] * cluster.efficiency
     first, second = np.array([(row.forward, row.backward) for row in counts.values()]).transpose(1, 2, 0)
     flops, products, traffic, saved, sent, calls = first
     return UnitProfiles(
@@ -137,13 +146,6 @@ def count_units(subject: Subject, tp: int, samples: int, cluster: Cluster) -> Un
         calls=calls,
         products=flops + products,
     )
-
-
-def count_waiting(subject: Subject, tp: int, on_cpu: bool) -> Any:
-    """Return the bytes of a sample between the halves of a backward, [rows]."""
-    model = ModelWithoutMemory(subject.model, subject.loss_of(1), subject.tp_plan)
-    halves = model.trace(*subject.setting(tp, on_cpu), rows, is_halved=True).rows.values()
-    return np.array([int(row.forward[ALIVE] + row.backward[ALIVE]) for row in halves])
 
 
 def time_units(subject: Subject, over: Activations, device: torch.device) -> Callable[[int], Any]:

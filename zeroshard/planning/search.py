@@ -1,9 +1,9 @@
 """The search: all configurations of a model on a cluster, those that fit, the fastest first, and the reasons.
 
 A place is a stage, a division over tensor and pipeline ranks, and a micro-batch; its variants have other
-tiers, recomputation and bits. Each variant has a bound in seconds and in bytes, see [Note: Bounds]. Variants
-that fit are predicted in the order of their bounds, until no bound is below the last of the best. A division
-whose compute alone takes longer is not planned.
+tiers, recomputation and bits. Places come in the order of the seconds that they take at least, see [Note:
+Bounds], until these are more than the last of the best takes. Variants that fit are predicted, but for
+farther tiers and more bits of what fits on nearer ones.
 
 For `config="auto"` the ranks that are there are the cluster, measured together with the model.
 """
@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from heapq import merge
 from itertools import product
+from operator import attrgetter
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -63,23 +63,22 @@ class SearchResult(NamedTuple):
     """Configurations of all places, whether they fit or not."""
 
 
-def divisions(
-    predictor: Predictor, most_tp: int = 8, most_pp: int = 64
-) -> Iterator[tuple[Choice, Sequence[int]]]:
-    """Yield the divisions over tensor and pipeline ranks, each with the samples of its micro-batches."""
+def divisions(predictor: Predictor, most: tuple[int, int] = (8, 64)) -> Iterator[Choice]:
+    """Yield the divisions over tensor and pipeline ranks, at most so many, with samples of micro-batches."""
     cluster = predictor.cluster
     predictor.profiles(1)  # what is wrong with the model or the cluster is an error
     for tp, pp in product(_POWERS, _POWERS):
-        if cluster.num_ranks % (tp * pp) or tp > min(most_tp, cluster.ranks_per_node) or pp > most_pp:
+        if cluster.num_ranks % (tp * pp) or tp > min(most[0], cluster.ranks_per_node) or pp > most[1]:
             continue
         of_rank, rest = divmod(predictor.samples * tp * pp, cluster.num_ranks)
-        most = _MOST_MICROBATCHES if pp > 1 else of_rank
-        samples = [one for one in SAMPLES if not (rest or of_rank % one) and 1 <= of_rank // one <= most]
+        limit = _MOST_MICROBATCHES if pp > 1 else of_rank
+        samples = [one for one in SAMPLES if not (rest or of_rank % one) and 1 <= of_rank // one <= limit]
         for schedule, chunks in (SCHEDULES if pp > 1 else SCHEDULES[:1]) if samples else ():
             with suppress(ValueError, KeyError):  # layers or blocks that cannot be divided so
                 predictor.profiles(tp)
                 predictor.cut(pp * chunks)
-                yield Choice(tp=tp, pp=pp, schedule=schedule, chunks=chunks), samples
+                for num in samples:
+                    yield Choice(tp=tp, pp=pp, schedule=schedule, chunks=chunks, samples=num)
 
 
 def search(
@@ -88,6 +87,7 @@ def search(
     bits: Sequence[int] = (32,),
     num_best: int = 5,
     most: tuple[int, int] = (8, 64),
+    limit: float = np.inf,
 ) -> SearchResult:
     """Return the fastest configurations that fit, one of each place.
 
@@ -96,52 +96,64 @@ def search(
         bits: the bits of optimizer states to choose from. They change the numbers of a training.
         num_best: the number of configurations to return.
         most: tensor ranks and pipeline ranks, at most.
+        limit: seconds; slower configurations are of no use.
 
     Raises:
         ValueError: no configuration exists for these samples, or none fits; the text says what needs less.
     """
-    machine = predictor.cluster.machine
+    machine, peaks = predictor.cluster.machine, list[int]()
     tiers = TIERS if machine.disk_read else TIERS[:3] if machine.to_host else TIERS[:1]
-    offers = tuple(one for one in product(range(4), tiers, bits) if one[0] == 3 or one[1] in TIERS[:2])
-    near = list(divisions(predictor, *most))
-
-    def variants(division: Choice, samples: Sequence[int]) -> Iterator[tuple[float, Choice | None]]:
-        """Yield bounds in their order: that of compute alone, for which nothing is planned, then of all."""
-        yield predictor.bounds(division, samples)[0].min(), None
-        seconds, _ = predictor.bounds(division, samples, offers)
-        for at in np.argsort(seconds, axis=None, kind="stable").tolist():
-            how, sample, offer = np.unravel_index(at, seconds.shape)
-            stage, tiers, bit = offers[offer]
-            more = {"stage": stage, "tiers": tiers, "bits": bit, "samples": samples[sample]}
-            yield seconds.flat[at], replace(division, recompute=recomputes(division)[how], **more)
-
-    best, limit = dict[Choice, Prediction](), np.inf
-    for least, choice in merge(*(variants(*one) for one in near), key=lambda one: one[0]):
-        if not least < limit:
+    offers = [[*product(far, sorted(bits))] for far in (*[tiers[:2]] * 3, tiers)]  # by stages
+    bounds, best = dict[Choice, float](), dict[Choice, Prediction]()
+    for division in divisions(predictor, most):
+        least = predictor.least(replace(division, bits=min(bits)))
+        for how, stage in product(recomputes(division), range(4)):
+            bounds[replace(division, recompute=how, stage=stage)] = least[int(how == "unit"), stage]
+    for nearest in sorted(bounds, key=bounds.__getitem__):
+        if bounds[nearest] >= limit:
             break
-        if choice is None:
-            continue
-        place = replace(choice, tiers=TIERS[0], recompute="none", bits=32)
-        seconds = min(limit, best[place].seconds) if place in best else limit
-        with suppress(ValueError):  # a schedule or a config that does not exist with these numbers
-            if least < seconds and (found := predictor.step(choice)).seconds < seconds:
-                Config.parse(predictor.config(choice))
-                own = predictor.bytes(choice)
-                if predictor.fits(own.peak, own.host):
-                    best[place] = found._replace(estimate=own)
-                    limit = sorted([one.seconds for one in best.values()] + [np.inf] * num_best)[num_best - 1]
+        place = replace(nearest, recompute="none")
+        for found in _fitting(predictor, nearest, offers[nearest.stage], limit, peaks):
+            best[place] = min(best.get(place, found), found, key=attrgetter("seconds"))
+        limit = min([limit, *sorted(one.seconds for one in best.values())[num_best - 1 : num_best]])
     if not best:
         needs = "none exists: take more tokens, or a power of 2 times the ranks in samples"
-        if near:
-            least = min(predictor.bounds(*one, offers)[1].min() for one in near)
-            needs = f"the least is {format_bytes(least)}: take more ranks, or shorter samples"
+        if peaks:
+            needs = f"the least is {format_bytes(min(peaks))}: take more ranks, or shorter samples"
         where = f"{predictor.samples} samples, {predictor.cluster.num_ranks} ranks, {predictor.cluster.name}"
-        room = (
-            f"{format_bytes(predictor.room)} of a device, with states of {' or '.join(map(str, bits))} bits"
-        )
-        raise ValueError(f"{where}: no configuration fits into {room}; {needs}")
-    num = sum(len(recomputes(division)) * len(samples) for division, samples in near) * len(offers)
-    return SearchResult(tuple(sorted(best.values(), key=lambda one: one.seconds)[:num_best]), num)
+        room, states = format_bytes(predictor.room), " or ".join(map(str, bits))
+        fits = f"no configuration fits into {room} of a device, with states of {states} bits"
+        raise ValueError(f"{where}: {fits}; {needs}")
+    fastest = sorted(best.values(), key=attrgetter("seconds"))[:num_best]
+    return SearchResult(tuple(fastest), sum(len(offers[one.stage]) for one in bounds))
+
+
+Offers = Sequence[tuple[tuple[str, str], int]]
+"""Tiers as in `Choice`, and bits."""
+
+
+def _fitting(
+    predictor: Predictor, nearest: Choice, offers: Offers, limit: float, peaks: list[int]
+) -> Iterator[Prediction]:
+    """Yield the variants that fit, but for farther tiers and more bits of a stage that fits; note peaks."""
+    least = predictor.least_held(nearest) if nearest.pp > 1 else None
+    for tiers, bits in offers:
+        choice = replace(nearest, tiers=tiers, bits=bits)
+        with suppress(ValueError):  # a schedule or a config that does not exist with these numbers
+            own = predictor.bytes(choice, least)
+            if predictor.fits(own):
+                found = predictor.step(choice)
+                own = predictor.bytes(choice) if found.seconds < limit else own
+            peaks.append(own.peak)
+            if predictor.fits(own):
+                if found.seconds < limit:
+                    Config.parse(predictor.config(choice))
+                    yield found._replace(estimate=own)
+                if predictor.share(choice) in (
+                    0,
+                    1,
+                ):  # else fewer units recompute where less is on the device
+                    break
 
 
 # ------------------------------------------------------------------------------------------ explanations
@@ -168,9 +180,9 @@ def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[s
         "an optimizer with 8-bit states": {},
     }
     for what, changed in rates.items():
-        given = options | {"num_best": 1} | ({} if changed else {"bits": (8,)})
-        then = search(predictor.on(replace(cluster, **changed)), **given).best[0]
-        if then.seconds < 0.98 * first.seconds:
+        given = options | {"num_best": 1, "limit": 0.98 * first.seconds} | ({} if changed else {"bits": (8,)})
+        with suppress(ValueError):  # nothing is so much faster
+            then = search(predictor.on(replace(cluster, **changed)), **given).best[0]
             lines.append(f"With {what}: {1 - then.seconds / first.seconds:.0%} less, {then.choice}.")
     return lines
 

@@ -44,6 +44,12 @@ class Choice:
     bits: int = 32
     """Of each state of the optimizer."""
 
+    @property
+    def placement(self) -> Sequence[int]:
+        """The pipeline rank of each chunk."""
+        down = range(self.pp)
+        return (*down, *reversed(down)) if self.schedule == "zbv" else loop(self.pp, self.chunks)
+
     def __str__(self) -> str:
         values = {"stage": self.stage, "micro-batch": self.samples, "tp": self.tp, "pp": self.pp}
         parts = [f"{name} {value}" for name, value in values.items() if value > 1 or name not in ("tp", "pp")]
@@ -56,12 +62,6 @@ class Choice:
 def recomputes(choice: Choice) -> Sequence[str]:
     """Return the ways to recompute that exist: a pipeline has no budget of memory."""
     return RECOMPUTES if choice.pp == 1 else RECOMPUTES[:2]
-
-
-def placement(choice: Choice) -> Sequence[int]:
-    """Return the pipeline rank of each chunk."""
-    down = range(choice.pp)
-    return (*down, *reversed(down)) if choice.schedule == "zbv" else loop(choice.pp, choice.chunks)
 
 
 class Prediction(NamedTuple):
@@ -94,9 +94,6 @@ class Costs(NamedTuple):
     - reduce: seconds of the exchange of gradients.
     - link, relink: seconds in which parameters come to the device for a forward and a backward.
     - states: seconds of states and main parameters on their way to the device and back, once a step.
-    - held, far: bytes on the device and on the host between steps, without padding of states.
-    - sums: bytes on the device more, if a step has several micro-batches.
-    - unsharded: bytes of gathered parameters.
     """
 
     forward: Any
@@ -109,10 +106,6 @@ class Costs(NamedTuple):
     relink: Any
     states: Any
     step: Any
-    held: Any
-    sums: Any
-    far: Any
-    unsharded: Any
 
 
 class Line:
