@@ -282,7 +282,7 @@ def test_parts_of_the_root_are_computed_where_a_pipeline_has_them() -> None:
     """A small embedding is no unit; its seconds and bytes are those of the first rank."""
     own, choice = predictor(vocabulary=512), Choice(stage=0, pp=2)
     names = own.profile(1, 1).names
-    first, last = ([names[row] for row in rows] for rows in own.rows_of_ranks(choice))
+    first, last = ([names[row] for row in rows] for rows in own.cut(choice.pp)[0])
     assert first == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
     assert last == ["model.layers.2", "model.layers.3", "model.norm", "lm_head", ""]
     assert own.profile(1, 1).backward[names.index("lm_head")] > 0

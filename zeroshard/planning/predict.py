@@ -166,13 +166,6 @@ class Predictor:
         runs = partition([BlockProfile(time=max(1, time)) for time in times], num_chunks)
         return [[row for row in order if own[row] in run] for run in runs], runs
 
-    def rows_of_ranks(self, choice: Choice) -> list[list[int]]:
-        """Return the rows of each pipeline rank."""
-        ranks: list[list[int]] = [[] for _ in range(choice.pp)]
-        for rank, run in zip(choice.placement, self.cut(choice.pp * choice.chunks)[0], strict=True):
-            ranks[rank] += run
-        return ranks
-
     def _planned(self, choice: Choice) -> tuple[Config, Setting, dict[int, UnitPlan]]:
         """Return the config, the setting of plans, and the plans of the first of all rows that are alike."""
         rows, config = self.rows(choice.tp, choice.pp > 1), Config.parse(self._config_of_states(choice))
@@ -236,13 +229,18 @@ class Predictor:
         return self._states(shared, self.num_microbatches(choice) > 1)
 
     def _of_ranks(self, choice: Choice, accumulates: bool) -> list[Estimate]:
-        plans, alike = _of_plans(choice, choice.bits), self.rows(choice.tp, choice.pp > 1).alike
-        ranks = map(sorted, self.rows_of_ranks(choice))
-        return [self._of_rank(plans, accumulates, tuple(alike[row] for row in own)) for own in ranks]
+        plans, alike = _of_plans(choice), self.rows(choice.tp, choice.pp > 1).alike
+        ranks: list[list[int]] = [[] for _ in range(choice.pp)]
+        for rank, run in zip(choice.placement, self.cut(choice.pp * choice.chunks)[0], strict=True):
+            ranks[rank] += run
+        return [self._of_rank(plans, accumulates, tuple(alike[row] for row in sorted(own))) for own in ranks]
 
     def _estimated(self, choice: Choice, accumulates: bool, own: Sequence[int]) -> Estimate:
         """Return the bytes of a rank with some rows, of which alike ones are the same one."""
-        (config, setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
+        (config, setting, units), rows = (
+            self._units(replace(choice, bits=32)),
+            self.rows(choice.tp, choice.pp > 1),
+        )
         parts = chain.from_iterable(rows.specs[row].originals for row in own if not rows.is_unit[row])
         originals = list({id(one): one for one in parts}.values())  # of tied parts each once
         root = plan_units([replace(rows.specs[0], originals=originals)], setting)
@@ -265,13 +263,13 @@ class Predictor:
 
     def _costs(self, choice: Choice) -> Any:
         """Return the costs of the plans of all rows, [fields of Costs, rows]; alike ones are counted once."""
-        (_, setting, units), rows = self._units(_of_plans(choice)), self.rows(choice.tp, choice.pp > 1)
+        (_, setting, units), rows = self._units(replace(choice, bits=32)), self.rows(choice.tp, choice.pp > 1)
         last, found = int(rows.is_unit.sum()), []
         for row, unit in units.items():
             is_root = not rows.is_unit[row]
             is_kept = unit.is_kept(setting.placements, is_root=is_root, ends_forward=row == last)
             own = [self._cost(choice, one, setting, is_kept) for one in unit.buffers]
-            found.append([*map(sum, zip(_NOTHING, *own, strict=True))])
+            found.append(sum(map(np.array, own), np.zeros(len(Costs._fields))))
         return np.array(found)[np.searchsorted([*units], rows.alike)].T
 
     def _cost(self, choice: Choice, buffer: BufferPlan, setting: Setting, is_kept: bool) -> Costs:
@@ -304,10 +302,6 @@ class Predictor:
             step=(2 * width * owned + 3 * main) / machine.bandwidth,
         )
 
-    def plans(self, choice: Choice) -> Any:
-        """Return the costs of the plans of all rows, [fields of Costs, rows]."""
-        return self._plans(_of_plans(choice, choice.bits))
-
     def times(self, choice: Choice, plans: Any, share: Any) -> Any:
         """Return the costs of all rows, [..., fields of Costs, rows].
 
@@ -337,7 +331,7 @@ class Predictor:
 
     def step(self, choice: Choice) -> Prediction:
         """Predict the seconds of a step alone. Raises ValueError if its schedule does not exist."""
-        own = Costs(*self.times(choice, self.plans(choice), self.share(choice)).tolist())
+        own = Costs(*self.times(choice, self._plans(_of_plans(choice)), self.share(choice)).tolist())
         return self._pipelined(choice, own) if choice.pp > 1 else self._alone(choice, own)
 
     def _alone(self, choice: Choice, own: Costs) -> Prediction:
@@ -377,7 +371,7 @@ class Predictor:
             tails[rank] += max(end.busy[COMPUTE], end.end - (0.0 if self.on_cpu else 2 * half))
             for row in busy[rank]:
                 busy[rank][row] += num * line.busy[row] + end.busy[row]
-        found = _simulated(choice.schedule, choice.pp, num, choice.chunks, tuple(costs))
+        found = simulate(schedule, costs)
         seconds = max(own[-1].end + tail for own, tail in zip(found.spans, tails, strict=True))
         most = max(busy, key=lambda one: max(one.values()))
         return Prediction(choice, seconds, most, partial(_intervals, found, tails), found.bubble_share)
@@ -389,12 +383,11 @@ class Predictor:
 
     def least(self, choice: Choice) -> Any:
         """Return the least seconds of a step, [no unit recomputes or all, stages]; see [Note: Bounds]."""
-        plans = np.array([self.plans(replace(choice, stage=stage)) for stage in range(len(STAGES))])
+        stages = (_of_plans(replace(choice, stage=stage)) for stage in range(len(STAGES)))
+        plans = np.array([*map(self._plans, stages)])
         found = self.times(choice, plans, np.array([[[0.0]], [[1.0]]]))
-        own, most = (
-            Costs(*np.moveaxis(self._of_chunks(choice, found), -2, 0)),
-            np.sum if self.on_cpu else np.max,
-        )
+        own = Costs(*np.moveaxis(self._of_chunks(choice, found), -2, 0))
+        most = np.sum if self.on_cpu else np.max
         ahead = most([own.forward, own.gather, own.link], 0)
         behind = most([own.backward, own.regather, own.relink], 0)
         reduce = (own.reduce + own.first - own.gather) * (choice.pp > 1)
@@ -415,34 +408,25 @@ class Predictor:
 
 HALVED = ("zb-h1", "zbv")
 """Schedules whose backwards come in two halves."""
-_NOTHING = (0.0,) * len(Costs._fields)
 
 
-def _of_plans(choice: Choice, bits: int = 32) -> Choice:
-    """Return what plans depend on, and with bits their costs; in a pipeline stage 2 is stage 1."""
+def _of_plans(choice: Choice) -> Choice:
+    """Return what the costs of plans depend on; in a pipeline stage 2 is stage 1."""
     stage = 1 if choice.pp > 1 and choice.stage == 2 else choice.stage
-    return Choice(stage=stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers, bits=bits)
+    return Choice(stage=stage, tp=choice.tp, pp=choice.pp, tiers=choice.tiers, bits=choice.bits)
 
 
 def _kind_of(spec: UnitSpec) -> tuple[object, ...]:
     """Return what is the same for units with the same plan."""
-    own = (
-        (
-            *(one.whole_shape, one.cut is None, tuple(one.summands), one.placements is None),
-            *(one.compute_dtype, one.parameter.dtype, one.parameter.requires_grad, type(one.parameter)),
-            *(type(owner) for owner, _ in one.owners),
-        )
-        for one in spec.originals
-    )
-    return type(spec.module), *own
+    found: list[object] = [type(spec.module)]
+    for one in spec.originals:
+        given, is_plain = one.parameter, (one.cut is None, one.placements is None)
+        found += [one.whole_shape, tuple(one.summands), *is_plain, *(type(owner) for owner, _ in one.owners)]
+        found += [one.compute_dtype, given.dtype, given.requires_grad, type(given)]
+    return tuple(found)
 
 
 _built = functools.lru_cache(maxsize=256)(build_schedule)
-
-
-@functools.lru_cache(maxsize=256)
-def _simulated(name: str, pp: int, num: int, chunks: int, costs: tuple[ActionCosts, ...]) -> ScheduleTimes:
-    return simulate(_built(name, pp, num, chunks), costs)
 
 
 def _intervals(found: ScheduleTimes, tails: Sequence[float]) -> Iterator[Interval]:

@@ -70,26 +70,24 @@ def names_in_order(model: nn.Module) -> Sequence[str]:
 
 
 def rows(model: nn.Module, specs: Sequence[UnitSpec]) -> dict[str, nn.Module]:
-    """Return the modules that have a row in a profile: the units, the root first, and parts of the root."""
-    return {spec.name: spec.module for spec in specs} | parts_of_root(model, specs)
+    """Return the modules that have a row in a profile: the units, the root first, and parts of the root.
 
-
-def parts_of_root(model: nn.Module, specs: Sequence[UnitSpec]) -> dict[str, nn.Module]:
-    """Return the modules of the root that a pipeline gives to one of its ranks, by name.
+    Parts of the root are the modules of it that a pipeline gives to one of its ranks.
 
     Args:
         model: the model.
         specs: its units, the root first.
     """
-    units = {spec.module for spec in specs[1:]}
+    units = {spec.name: spec.module for spec in specs}
+    inside = {spec.module for spec in specs[1:]}
     own = {name: model.get_submodule(name) for name in names_in_order(model)}
-    return {name: module for name, module in own.items() if units.isdisjoint(module.modules())}
+    return units | {name: module for name, module in own.items() if inside.isdisjoint(module.modules())}
 
 
 class UnitProfiles(NamedTuple):
     """The units of a model in one micro-batch, on one tensor rank; arrays [rows].
 
-    The root is the first row, and `parts_of_root` are the last ones; the root has what is in no other row.
+    The root is the first row, and its parts are the last ones; the root has what is in no other row.
 
     - forward, backward: seconds, without exchanges.
     - saved, made: bytes that the backward needs, and of the outputs.
@@ -171,8 +169,7 @@ def time_units(subject: Subject, over: Activations, device: torch.device) -> Cal
             buffer.zero_() if values[name].is_meta else buffer.copy_(values[name])
 
     def read() -> Any:
-        if streams.has_streams(device):
-            torch.accelerator.synchronize(device)
+        streams.mark_here(device).synchronize()
         return np.array([time.perf_counter()])
 
     modules = rows(runs, specs)

@@ -149,11 +149,8 @@ def _fitting(
                 if found.seconds < limit:
                     Config.parse(predictor.config(choice))
                     yield found._replace(estimate=own)
-                if predictor.share(choice) in (
-                    0,
-                    1,
-                ):  # else fewer units recompute where less is on the device
-                    break
+                if predictor.share(choice) in (0, 1):
+                    break  # else fewer units recompute where less is on the device
 
 
 # ------------------------------------------------------------------------------------------ explanations
@@ -249,7 +246,8 @@ class Ranks:
             layers = (nn.Linear(width, width, bias=False, device=world.device) for _ in range(_DEPTH))
             self._models[width, stage] = model = nn.Sequential(*layers)
             if stage:
-                config = {"stage": stage, "units": ["Linear"], "device": world.device.type}
+                # One unit is gathered ahead, as for units of a real size.
+                config = {"stage": stage, "units": ["Linear"], "num_prefetch": 1, "device": world.device.type}
                 self._opened.callback(shard(model, config).close, restore=False)
         self._runs = {tp: run for tp in tensor if (run := self._units(tp))}
 
