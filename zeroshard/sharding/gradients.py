@@ -45,8 +45,6 @@ class Role(NamedTuple):
     """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
     scale: float | None = None
     """The loss scale in its gradients; None: nobody gives one, and the scale of the last backward holds."""
-    steps: bool = False
-    """True if units are stepped in it."""
     hook: Any = None
     """The `gradient_hooks.GradientHook` that reduces its gradients; None: the exchanges of the plan do."""
 
@@ -116,8 +114,8 @@ class Gradients:
         flat = () if self.flat is None else (self.flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(self, role: Role) -> None:
-        """Begin a backward. New gradients are added to those that exist."""
+    def begin(self, role: Role, steps: bool = False) -> None:
+        """Begin a backward, which `steps` units or not. New gradients are added to those that exist."""
         self._role = role
         self._mean = 1.0 if role.hook is not None else 1.0 / self._context.axes.dp.size
         if role.scale is not None:
@@ -125,9 +123,9 @@ class Gradients:
         plan = self.buffer.plan
         self.is_kept = role.has_more and not role.defers and self._wide_dtype != plan.main_dtype
         self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
-        may_wait = self._unscale == 1.0 and not role.steps and self._context.state.gives_memory is not None
+        may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
-        self._target = _NEAR if role.steps and not self.store.is_near else self.store
+        self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
