@@ -63,6 +63,7 @@ class Gradients:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
         self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
+        self._main_size = plan.main_size
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
         self._role = Role()
         """The part of the backward under way, or of the last one."""
@@ -213,12 +214,12 @@ class Gradients:
     def _over_ranks(self, flat: Tensor) -> Generator[None, None, Tensor]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads."""
         plan = self.buffer.plan
-        in_place = plan.main_size == plan.layout.total and flat.dtype == self._wide_dtype
+        in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
         if in_place:
             result = flat
             self._pool.drop(flat)
         else:
-            result = torch.empty(plan.main_size, dtype=self._wide_dtype, device=flat.device)
+            result = torch.empty(self._main_size, dtype=self._wide_dtype, device=flat.device)
             if not plan.reductions:  # it only leaves the device
                 result.copy_(flat)
                 self._pool.give(flat)
