@@ -7,20 +7,20 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from zeroshard.sharding.reducer import merge
-from zeroshard.sharding.unit import ForwardCall, Unit, Visit
-from zeroshard.sharding.walk import Lease, Walk, plan_turns
+from zeroshard.sharding.unit import ForwardCall, Ticks
+from zeroshard.sharding.walk import Lease, Visit, Walk, plan_turns
 
 
 class Noting:
     """A unit that notes its collectives in a log that all units share."""
 
-    joins_backward, is_resident, entered = True, False, Unit.entered
+    joins_backward, is_resident = True, False
 
     def __init__(self, name, log):
         self.name, self.log = name, log
         self.slots = SimpleNamespace(uninstall=lambda: None)
         self.leases = set()
-        self.visit, self.recomputed_in, self.is_complete, self.is_gathered = None, [], False, False
+        self.is_complete = self.is_gathered = False
 
     def __repr__(self):
         return self.name
@@ -54,19 +54,32 @@ def forward(tree, log, num_forwards=1):
     def run(node):
         nonlocal clock
         name, children = node
-        unit = units.setdefault(name, Noting(name, log))
         clock += 1
-        call = ForwardCall(unit, clock)
-        unit.visit = unit.visit or Visit(clock)
+        call = ForwardCall(units.setdefault(name, Noting(name, log)), Ticks(clock))
         for child in children:
             run(child)
         clock += 1
-        call.ended = unit.visit.ended = clock
+        call.ticks.ended = clock
         calls.append(call)
 
     for _ in range(num_forwards):
         run(tree)
     return list(units.values()), calls
+
+
+def visits(calls):
+    """The first and the last call of each unit, in any order."""
+    spans = {}
+    for call in sorted(calls, key=lambda call: call.ticks.began):
+        spans.setdefault(call.unit, []).append(call.ticks)
+    return {unit: Visit(own[0], max(own, key=lambda span: span.ended)) for unit, own in spans.items()}
+
+
+def around(*spans):
+    """Put calls into one checkpoint, in the order of their ends."""
+    checkpoint = Ticks(min(span.began for span in spans), spans[-1].ended)
+    for span in spans:
+        span.around = checkpoint
 
 
 def leaves(*names):
@@ -75,27 +88,34 @@ def leaves(*names):
 
 def described(turns):
     """The turns other than those in which a unit that was left is freed."""
-    return [f"{turn.act} {turn.unit}" for turn in turns if turn.act != "free"]
+    return [f"{turn.act} {turn.unit}" for turn in reversed(turns) if turn.act != "free"]
 
 
 def test_the_turns_of_the_example_in_the_docstring():
-    units, _ = forward(("root", [("a", []), ("b", leaves("c"))]), [])
-    words = "enter root, enter b, enter c, leave c, leave b, enter a, leave a, leave root"
-    assert described(plan_turns(units)) == words.split(", ")
+    _, calls = forward(("root", [("a", []), ("b", leaves("c"))]), [])
+    words = "gather root, gather b, gather c, leave c, leave b, gather a, leave a, leave root"
+    assert described(plan_turns(visits(calls), 0)) == words.split(", ")
 
 
 def test_a_unit_is_entered_at_its_last_call_and_left_at_its_first():
-    units, _ = forward(("root", leaves("a", "b", "a", "c", "b")), [])
-    words = "enter root, enter b, enter c, leave c, enter a, leave b, leave a, leave root"
-    assert described(plan_turns(units)) == words.split(", ")
+    _, calls = forward(("root", leaves("a", "b", "a", "c", "b")), [])
+    words = "gather root, gather b, gather c, leave c, gather a, leave b, leave a, leave root"
+    assert described(plan_turns(visits(calls), 0)) == words.split(", ")
+
+
+def test_units_are_gathered_ahead_when_others_are_entered():
+    _, calls = forward(("root", [("a", []), ("b", leaves("c"))]), [])
+    words = "gather root, gather b, gather c, gather a, leave c, leave b, leave a, leave root"
+    assert described(plan_turns(visits(calls), 1)) == words.split(", ")
 
 
 def test_units_inside_a_checkpoint_are_entered_together_the_last_one_first():
-    units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
-    root, a, x, y, z = units
-    x.visit.regions = y.visit.regions = (Visit(x.visit.began, y.visit.ended),)
-    words = "enter root, enter z, leave z, enter a, enter y, enter x, leave y, leave x, leave a, leave root"
-    assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
+    _, calls = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
+    around(*(call.ticks for call in calls if call.unit.name in "xy"))
+    words = (
+        "gather root, gather z, leave z, gather a, gather y, gather x, leave y, leave x, leave a, leave root"
+    )
+    assert described(plan_turns(visits(calls), 0)) == words.split(", ")
 
 
 NAMES = st.sampled_from("abcdefg")
@@ -108,13 +128,14 @@ FORWARDS = st.tuples(st.lists(TREES, min_size=1, max_size=5), st.integers(1, 2))
 @given(FORWARDS)
 def test_each_called_unit_is_entered_left_and_freed_at_ticks_that_fall(case):
     units, calls = forward(("root", case[0]), [], case[1])
-    turns = plan_turns(units)
+    turns = plan_turns(visits(calls), 0)[::-1]
     assert all(a.tick > b.tick or (b.act == "free" and a.tick == b.tick) for a, b in pairwise(turns))
     for unit in units:
         own = [turn for turn in turns if turn.unit is unit]
-        assert [turn.act for turn in own] == ["enter", "leave", "free"]
-        assert own[0].tick == max(call.ended for call in calls if call.unit is unit)
-        assert own[1].tick == own[2].tick == min(call.began for call in calls if call.unit is unit)
+        assert [turn.act for turn in own] == ["gather", "leave", "free"]
+        assert own[0].tick == max(call.ticks.ended for call in calls if call.unit is unit)
+        began = min(call.ticks.began for call in calls if call.unit is unit)
+        assert own[1].tick == own[2].tick == began
 
 
 def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset()):
@@ -124,20 +145,21 @@ def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset())
     calls.
     """
     log = []
-    units, calls = forward(("root", case[0]), log, case[1])
+    _, calls = forward(("root", case[0]), log, case[1])
     regions = checkpointed(case[0], calls, checkpoints) if case[1] == 1 else {}
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch)
-    for number, call in sorted(enumerate(calls), key=lambda item: -item[1].ended):
+    own = visits(calls)
+    walk = Walk(own, NotingReducer(log), Lease(), num_prefetch=num_prefetch)
+    for number, call in sorted(enumerate(calls), key=lambda item: -item[1].ticks.ended):
         if number not in entered:
             continue
         if inside := regions.pop(call, None):
             for again in inside:
                 regions.pop(again, None)
-                walk.enter_again(again.unit, 99)
+                walk.enter_again(again.unit)
                 again.unit.unshard()
         walk.enter(call)
         call.unit.unshard()
-        if number in completes and call.began == call.unit.visit.began:
+        if number in completes and call.ticks is own[call.unit].first:
             call.unit.is_complete = True
             walk.note_gradient(call.unit)
     walk.take()
@@ -146,15 +168,12 @@ def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset())
 
 def checkpointed(children, calls, checkpoints):
     """Put units into checkpoints; return the calls of each checkpoint, in order, by each of them."""
-    regions, left = {}, sorted(calls, key=lambda call: call.began)[1:]
+    regions, left = {}, sorted(calls, key=lambda call: call.ticks.began)[1:]
     for number, child in enumerate(children):
         inside, left = left[: size_of(child)], left[size_of(child) :]
-        span = min(call.began for call in inside), max(call.ended for call in inside)
-        region = Visit(*span) if number in checkpoints else None
-        for call in inside:
-            if region and region not in call.unit.visit.regions:
-                call.unit.visit.regions += (region,)
-        regions |= dict.fromkeys(inside, inside) if region else {}
+        if number in checkpoints:
+            around(*sorted((call.ticks for call in inside), key=lambda span: span.ended))
+            regions |= dict.fromkeys(inside, inside)
     return regions
 
 
@@ -179,31 +198,29 @@ def test_all_ranks_issue_the_same_collectives_in_one_order_whatever_gradients_co
 @given(FORWARDS, st.integers(0, 3))
 def test_at_most_the_units_ahead_and_those_around_are_gathered(case, num_prefetch):
     log = []
-    units, _ = forward(("root", case[0]), log)
-    turns = plan_turns(units)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch)
+    units, calls = forward(("root", case[0]), log)
+    turns = plan_turns(visits(calls), 0)[::-1]
+    walk = Walk(visits(calls), NotingReducer(log), Lease(), num_prefetch=num_prefetch)
     inside = 0
     for turn in turns:
         walk.take(turn.tick)
-        inside += {"enter": 1, "leave": 0, "free": -1}[turn.act]
+        inside += {"gather": 1, "leave": 0, "free": -1}[turn.act]
         assert sum(unit.is_gathered for unit in units) <= inside + num_prefetch
 
 
 def test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint():
     """The gradient of c is cut here, that of b is not: the second forward calls c nevertheless."""
     log = []
-    units, calls = forward(("root", leaves("a", "b", "c", "d")), log)
+    _, calls = forward(("root", leaves("a", "b", "c", "d")), log)
     by_name = {call.unit.name: call for call in calls}
-    region = Visit(by_name["b"].began, by_name["c"].ended)
-    for name in "bc":
-        by_name[name].unit.visit.regions = (region,)
+    around(by_name["b"].ticks, by_name["c"].ticks)
     c = by_name["c"].unit
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
+    walk = Walk(visits(calls), NotingReducer(log), Lease())
     walk.enter(by_name["b"])
     assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "reduce c"]
     assert c.is_gathered
-    walk.enter_again(by_name["b"].unit, 99)
-    walk.enter_again(c, 99)
+    walk.enter_again(by_name["b"].unit)
+    walk.enter_again(c)
     assert c.is_gathered
     walk.enter(by_name["b"])
     assert c.is_gathered
@@ -215,10 +232,8 @@ def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_check
     log = []
     units, calls = forward(("root", leaves("a", "b", "c")), log)
     by_name = {call.unit.name: call for call in calls}
-    region = Visit(by_name["b"].began, by_name["c"].ended)
-    for name in "bc":
-        by_name[name].unit.visit.regions = (region,)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
+    around(by_name["b"].ticks, by_name["c"].ticks)
+    walk = Walk(visits(calls), NotingReducer(log), Lease())
     walk.enter(by_name["a"])
     assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.training import numbers, start
+from tests.distributed.training import (
+    differences,
+    numbers,
+    seeded,
+    square_loss,
+    start,
+    train_replicated,
+    train_sharded,
+)
 from tests.ranks import on_ranks
 
 WIDTH = 7
@@ -128,3 +136,36 @@ def test_views_of_parameters_that_leave_beside_the_outputs_are_right_or_raise_by
         with torch.no_grad():
             assert engine(x, False).item() == replica(x, False).item()
         assert engine.memory_report().unsharded == 0
+
+
+class Again(nn.Module):
+    """Calls itself as often as asked, between its own layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, times=2):
+        x = torch.tanh(self.first(x))
+        return self.last(self(x, times - 1) if times else x)
+
+
+class Around(nn.Module):
+    """Calls itself, and has no parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = Again(), Again()
+
+    def forward(self, x, again=True):
+        return self.outer(self(x, False)) if again else self.inner(x)
+
+
+@on_ranks(1, 2)
+def test_modules_that_call_themselves_train_as_in_plain_pytorch(num_ranks):
+    model, found = seeded(Around), []
+    want = train_replicated(model, "SGD", 2, square_loss)
+    for recompute in ("none", "unit"):
+        got = train_sharded(model, "SGD", 2, square_loss, units=["Again"], recompute=recompute)
+        found += differences(recompute, got, want)
+    return found

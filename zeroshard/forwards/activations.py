@@ -41,7 +41,6 @@ or to the end of the buffer if nobody calls that any more.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -87,7 +86,7 @@ def offloading(
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or is_in_backward():
             return forward(*args, **kwargs)
-        if outermost_checkpoint(sys._getframe(), None) is not None:
+        if outermost_checkpoint() is not None:
             activations.warn(type(module).__name__)
             return forward(*args, **kwargs)
         activations.begin_segment()

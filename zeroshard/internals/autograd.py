@@ -6,6 +6,7 @@ torch has no public way to these facts. tests/internals/test_autograd.py notices
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -70,12 +71,8 @@ def _is_run(node: Any) -> bool:
         return False
 
 
-def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> FrameType | None:
+def outermost_checkpoint() -> FrameType | None:
     """Find the call of `torch.utils.checkpoint.checkpoint` whose second forward will come here again.
-
-    Args:
-        frame: the first frame to look at.
-        until: the frame at which the search ends; its callers are not looked at.
 
     Returns:
         The frame of the call, which names it as long as it runs; of several calls, the outermost.
@@ -83,8 +80,8 @@ def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> Fr
     Raises:
         RuntimeError: the checkpoint is reentrant.
     """
-    found = None
-    while frame is not None and frame is not until:
+    found, frame = None, sys._getframe().f_back
+    while frame is not None:
         if frame.f_code is _REENTRANT:
             raise reentrant_error()
         if frame.f_code is _CHECKPOINT:

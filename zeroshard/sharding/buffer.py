@@ -52,8 +52,6 @@ class MainStore(Store):
     def __init__(self, main: Tensor, plan: BufferPlan, unsharded: Tensor | None, context: Context) -> None:
         super().__init__(main, context.memory, plan.main_tier)
         self._plan, self._context = plan, context
-        self.is_alias_of_all = plan.is_alias and not plan.gathers
-        """True if the unsharded parameters have its values by themselves, without copy or exchange."""
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
@@ -79,7 +77,7 @@ class MainStore(Store):
     @property
     def is_stale(self) -> bool:
         """True if the values that gathers start from changed since unsharded parameters were filled."""
-        return not self.is_alias_of_all and self.filled != (self._used or self).version
+        return self.filled != (self._used or self).version
 
     def changed(self, *, has_copied: bool = False) -> None:
         """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited.
@@ -130,22 +128,20 @@ class MainStore(Store):
             self._stepped.wait()
             self._stepped = None
 
-    def follow(self) -> None:
-        """Note that the present values are gathered; copy main parameters that were written into `copy`."""
-        if self.copy is not None and self._copied != self.version:
-            if not self.copy.is_near:  # the host copies: stepped values are to be there
-                mark_here(self._context.device).synchronize()
-            self.load(self.copy.values)
-            self._copied = self.version
-        self.filled = (self._used or self).version
-
     def begin(self, own: Tensor) -> Tensor:
-        """Return the values that a gather starts from, in `own` unless it can read them where they are.
+        """Return the present values for a gather: where they are, if it can read them there, or in `own`.
 
         Args:
             own: this rank's part of the unsharded parameters.
         """
+        self.await_stepped()
         values = self._used or self.copy or self
+        if values is self.copy and self._copied != self.version:
+            if not values.is_near:  # the host copies: stepped values are to be there
+                mark_here(self._context.device).synchronize()
+            self.load(values.values)
+            self._copied = self.version
+        self.filled = (self._used or self).version
         if isinstance(values, Store):
             is_readable = self._plan.is_partial and values.is_near and values.values.dtype == own.dtype
             if is_readable or (values is self.copy and self._plan.is_resident):
@@ -330,16 +326,11 @@ class FlatBuffer:
         Returns:
             The exchange that fills the rest, with this label; None if there is none.
         """
-        if self.store.is_stale:
-            self.store.await_stepped()
-            if self.has_second:
-                self.keep_second(False)
-            self.store.follow()
-        if self.store.is_alias_of_all:
-            return None
         if not self.is_resident:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
+        if self.has_second and self.store.is_stale:
+            self.keep_second(False)
         if self._second is not None:
             return self._second_axis.all_gather(self.full, self._second, tag=self.tag, label=label)
         own = self.store.begin(self._own)

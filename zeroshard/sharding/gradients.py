@@ -45,8 +45,6 @@ class Role(NamedTuple):
     """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
     scale: float | None = None
     """The loss scale in its gradients; None: nobody gives one, and the scale of the last backward holds."""
-    steps: bool = False
-    """True if units are stepped in it."""
     hook: Any = None
     """The `gradient_hooks.GradientHook` that reduces its gradients; None: the exchanges of the plan do."""
 
@@ -65,6 +63,7 @@ class Gradients:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
         self._reduce_dtype, self._wide_dtype = plan.reduce_dtype, plan.wide_dtype
+        self._main_size = plan.main_size
         self._exchanges = [(context.axes[one.axis], one.collective) for one in plan.reductions]
         self._role = Role()
         """The part of the backward under way, or of the last one."""
@@ -116,8 +115,8 @@ class Gradients:
         flat = () if self.flat is None else (self.flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(self, role: Role) -> None:
-        """Begin a backward. New gradients are added to those that exist."""
+    def begin(self, role: Role, steps: bool = False) -> None:
+        """Begin a backward, which `steps` units or not. New gradients are added to those that exist."""
         self._role = role
         self._mean = 1.0 if role.hook is not None else 1.0 / self._context.axes.dp.size
         if role.scale is not None:
@@ -125,9 +124,9 @@ class Gradients:
         plan = self.buffer.plan
         self.is_kept = role.has_more and not role.defers and self._wide_dtype != plan.main_dtype
         self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
-        may_wait = self._unscale == 1.0 and not role.steps and self._context.state.gives_memory is not None
+        may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
-        self._target = _NEAR if role.steps and not self.store.is_near else self.store
+        self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
@@ -215,12 +214,12 @@ class Gradients:
     def _over_ranks(self, flat: Tensor) -> Generator[None, None, Tensor]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads."""
         plan = self.buffer.plan
-        in_place = plan.main_size == plan.layout.total and flat.dtype == self._wide_dtype
+        in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
         if in_place:
             result = flat
             self._pool.drop(flat)
         else:
-            result = torch.empty(plan.main_size, dtype=self._wide_dtype, device=flat.device)
+            result = torch.empty(self._main_size, dtype=self._wide_dtype, device=flat.device)
             if not plan.reductions:  # it only leaves the device
                 result.copy_(flat)
                 self._pool.give(flat)

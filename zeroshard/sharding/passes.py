@@ -13,13 +13,12 @@ of them, and lists the reasons to keep a unit gathered.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from zeroshard.internals.nested import cast_tensors, find_tensors, view_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
+from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
 
 _WATCHED = "_zeroshard_watched"
@@ -73,8 +72,6 @@ class Passes:
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
         self.calls = CallLog(walked)
-        self._called: list[Unit] = []
-        """The units of the forward under way, in the order of their calls."""
         self._forward, self._graph, self._second_graph = Lease(), Lease(), Lease()
         self.scheduled = Lease()
         self._trails = bool(context.setting.placements.kept) or has_versions
@@ -86,19 +83,17 @@ class Passes:
         self.passive: Collection[Unit] = ()
         """Units whose forwards need nothing: the quiet ones in a batch, which shows their parameters all the
         time, and the root inside another of its methods."""
-        self._walk = Walk((), reducer, self._graph)
+        self._walk = Walk({}, reducer, self._graph)
         """The backward under way, or the last one."""
         self._task: int | None = NEVER
         """The task of autograd in which it has begun, see `backward_task`; None: gradients come from any."""
-        self._backward: Callable[[], object] = object
-        """Returns None when the backward that was begun has ended in an exception."""
+        self._backward: Callable[[], object] = bool
+        """Returns something true as long as the backward runs; its end may be an exception."""
 
     # -- forward --------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, *_: Any) -> None:
         """Free what has ended, gather this unit and start to gather the next, and show it in the modules.
-
-        Its caller runs as long as the forward does.
 
         Args:
             unit: the unit whose forward begins.
@@ -108,20 +103,18 @@ class Passes:
             return
         refuse_capture()
         if is_in_backward():
-            unit.call = self._walk.enter_again(unit, self.calls.tick())
+            unit.under_way.append(self._walk.enter_again(unit))
         else:
-            self._begin_call(unit, sys._getframe(1))
+            self._begin_call(unit)
         unit.wait()
         unit.slots.install()
 
-    def _begin_call(self, unit: Unit, caller: FrameType) -> None:
+    def _begin_call(self, unit: Unit) -> None:
         if unit is self._root:
             self._begin_forward()
         elif self._state.phase is not _FORWARD:
             self._state.refuse("a forward", Moment.BETWEEN_STEPS)
             unit.refresh()
-        elif unit not in self.quiet:
-            self._called.append(unit)
         if not unit.is_resident:
             self._forward.take(unit)
             self._graph.end((unit,))
@@ -129,7 +122,7 @@ class Passes:
             ended, self._ended = self._ended, {}
             ended.pop(unit, None)
             self._forward.end(ended, for_backward=torch.is_grad_enabled())
-        self.calls.begin(unit, caller)
+        self.calls.begin(unit)
         self._here.enter("the forward of ", unit.described)
         unit.unshard()
         if self._num_prefetch:
@@ -153,37 +146,37 @@ class Passes:
             output = cast_tensors(output, dtype)
         if not unit.is_resident:
             output = unit.copy_own(output)
-        if unit not in self.quiet:
-            output = self._watch(unit, output)
         if unit is self._root and not is_in_backward():
-            self._end_forward(torch.is_grad_enabled())
-        return output
+            self._end_forward()
+        return output if unit in self.quiet else self._watch(unit, output)
 
     def exit_forward(self, unit: Unit) -> None:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
         if unit in self.passive:
             return
+        if unit.under_way:  # else a hook before ours has failed
+            self.calls.end(unit)
+        if unit.under_way:  # it has called itself
+            return
         is_second = is_in_backward()
-        self.calls.end(unit)
-        is_over = unit.call.ended != NEVER or unit.call.began == NEVER  # else the unit has called itself
-        if is_over and not (is_second and self._state.phase is _BACKWARD):
+        if not (is_second and self._state.phase is _BACKWARD):
             unit.slots.uninstall()
-        if not is_second:
-            if is_over and not unit.is_resident:
-                self._ended[unit] = None
-            if unit is self._root:
-                self.drop_forward()
-            if self._state.phase is _FORWARD:
-                self._here.enter("the forward of ", self._root.described)
-            else:
-                self._here.exit()
+        if is_second:
+            return
+        if not unit.is_resident:
+            self._ended[unit] = None
+        if unit is self._root:
+            self.drop_forward()
+        if self._state.phase is _FORWARD:
+            self._here.enter("the forward of ", self._root.described)
+        else:
+            self._here.exit()
 
     def _begin_forward(self) -> None:
         self._state.refuse("a forward", Moment.BETWEEN_STEPS, Moment.FAILED)
         self.drop_forward()
         self.recover()
         self._state.move(_FORWARD)
-        self._called = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -193,11 +186,13 @@ class Passes:
             unit.refresh()
         self._state.reads_main |= UnitState.GATHERING in map(attrgetter("state"), self._units)
 
-    def _end_forward(self, may_have_backward: bool) -> None:
+    def _end_forward(self) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""
-        if self._state.phase is _FORWARD:  # unless the root has called itself
+        if self._state.phase is _FORWARD:  # else the root has called itself, and its outer call has ended
             self._state.move(_REST)
-        self._order.follow(self._called, has_backward=may_have_backward)
+        called = [unit for unit, _ in self.calls.forward if unit is not self._root]
+        may_have_backward = self.calls.may_have_backward
+        self._order.follow(called, has_backward=may_have_backward)
         self._graph.end()
         if may_have_backward:
             self.last = self._ended
@@ -211,7 +206,7 @@ class Passes:
             self._state.move(_REST)
             self.calls.drop_failed()
             for unit in self._units:
-                unit.call = ForwardCall(unit, NEVER)
+                unit.under_way.clear()
             self.reshard_all()
 
     # -- backward -------------------------------------------------------------------------------------
@@ -242,9 +237,10 @@ class Passes:
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
-            call = unit.call
+            # The outer call of a root that has called itself was dropped.
+            call = unit.under_way[-1] if unit.under_way else ForwardCall(unit, Ticks(LATEST, LATEST))
             if unit in self._frozen:
-                unit.open_calls.add(call)
+                unit.graph_calls.add(call)
             for tensor in tensors:
                 setattr(tensor, _WATCHED, True)
                 tensor.register_hook(partial(self._before_backward, call))
@@ -254,21 +250,16 @@ class Passes:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
-        call = unit.call
-
-        def arrived(_: Tensor) -> None:
-            if call.entered_in is not self._backward or self._backward() is None:
-                self._before_backward(call)
-
-        setattr(output, _WATCHED, True)
-        output.register_hook(arrived)
+        if unit.under_way:  # else a part of it is recomputed, for the graph of its first forward
+            setattr(output, _WATCHED, True)
+            output.register_hook(partial(self._before_backward, unit.under_way[-1]))
 
     def _before_backward(self, call: ForwardCall, *_: Tensor) -> None:
         unit = call.unit
-        if self._state.phase is not _BACKWARD or self._backward() is None:
+        if not self._backward():
             self._begin_backward(unit)
-        if unit.open_calls:
-            unit.open_calls.discard(call)
+        elif call.entered_in is self._backward and unit.state is not _SHARDED:
+            return
         call.entered_in = self._backward
         self._walk.enter(call)
         if unit.backward_needs_parameters:
@@ -277,8 +268,7 @@ class Passes:
         self._here.enter("the backward of ", unit.described)
 
     def _begin_backward(self, unit: Unit) -> None:
-        if self._state.phase is _BACKWARD:  # the last one has ended in an exception
-            self._drop_backward()
+        self.recover()
         if self._state.phase is Phase.CLOSED:
             raise closed_error()
         if self._state.phase is _FORWARD:
@@ -296,14 +286,14 @@ class Passes:
         self._forward.end()
         if makes_graph := torch.is_grad_enabled():
             self._second_graph.take(*self._units)
-        self.calls.collect()
-        self._walk = Walk(self._order.reductions, self._reducer, self._graph, num_prefetch=self._num_prefetch)
+        visits = self.calls.collect()
+        self._walk = Walk(visits, self._reducer, self._graph, num_prefetch=self._num_prefetch)
         if self._order.is_common:
             self._order.reduce_first(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(self._reducer.asked if accumulates else None)
         if self._frozen:  # a part of the ranks may have a backward through a frozen unit after a trained one
-            flags = [bool(frozen.open_calls) for frozen in self._frozen]
+            flags = [any(call.entered_in is None for call in one.graph_calls) for one in self._frozen]
             label = "agreement on which frozen units have a backward"
             answer = self._context.axes.everyone.any(flags, label)()
             for frozen, joins in zip(self._frozen, answer, strict=True):
@@ -314,21 +304,30 @@ class Passes:
                 shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
 
-    def receive(self, number: int, index: int, gradient: Tensor) -> None:
-        """Pack a gradient, and start the reductions that are due.
+    @staticmethod
+    def receive(of_self: ref[Passes], number: int, index: int, parameter: Tensor) -> None:
+        """Pack a gradient that autograd has accumulated, and start the reductions that are due; a hook.
+
+        Autograd keeps hooks out of the garbage collector's sight: a strong reference would leak.
 
         Args:
-            number: the place of its buffer in `trained`.
-            index: the place of its parameter in the buffer.
-            gradient: as autograd has accumulated it.
+            of_self: the object.
+            number: the place of the buffer in `trained`.
+            index: the place of the parameter in the buffer.
+            parameter: an unsharded parameter with its gradient.
 
         Raises:
             RuntimeError: the gradient came after the unit was freed or stepped, or from a reentrant
                 checkpoint.
         """
+        gradient, parameter.grad = parameter.grad, None
+        self = of_self()
+        if self is None:
+            raise closed_error()
+        assert gradient is not None, "called when it has been accumulated"
         unit, gradients = self.trained[number]
         if self._task is not None and backward_task() != self._task:
-            if self._state.phase is not _BACKWARD or self._backward() is None:
+            if not self._backward():
                 self._begin_backward(unit)  # its first gradient is a parameter's: no output could be hooked
             if backward_task() != self._task:
                 raise reentrant_error()
@@ -347,6 +346,7 @@ class Passes:
 
     def _end_backward(self, makes_graph: bool) -> None:
         self._walk.take()
+        self._backward = bool
         self._state.move(_REST)
         if not makes_graph:
             self.calls.end_backward()
@@ -370,24 +370,23 @@ class Passes:
         self._reducer.check_begin()
         self._backward = object
         self._state.move(_BACKWARD)
-        self._walk = Walk((), self._reducer, self._graph)
+        self._walk = Walk({}, self._reducer, self._graph)
         self._reducer.begin(self._reducer.asked)
         self._task = None
         try:
             yield
         finally:
-            self._task = NEVER  # after an exception, the next call cleans up: see `recover`
+            self._task, self._backward = NEVER, bool  # after an exception the next call cleans up
         self._state.move(_REST)
         if self._reducer.end():
             self._reducer.call_hooks()
 
     def recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
-        if self._state.phase is _BACKWARD and not is_in_backward():
-            self._drop_backward()
-
-    def _drop_backward(self) -> None:
+        if self._state.phase is not _BACKWARD or (is_in_backward() and self._backward()):
+            return
         self._walk.take()  # as the other ranks do
+        self._backward = bool
         self._state.move(_REST)
         self.calls.end_backward()
         self._second_graph.end()

@@ -250,9 +250,9 @@ class Reducer:
         steps = self.step_unit is not None and not role.has_more
         if steps:
             self._state.moments.add(Moment.STEPPED)
-        own = role._replace(ending=(), steps=steps, hook=hook)  # with units in it there would be a cycle
+        own = role._replace(ending=(), hook=hook)  # with units in it there would be a cycle
         for gradients in self._all:
-            gradients.begin(own)
+            gradients.begin(own, steps)
         self._ended.clear()
         self._list_due(role.ending if role.defers else self._units)
 

@@ -27,7 +27,7 @@ from zeroshard.plan.names import Cast
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
-from zeroshard.sharding.passes import Passes, closed_error
+from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import Unit, UnitState
 
@@ -261,7 +261,8 @@ def hook(runtime: Runtime) -> None:
         _hook_unit(runtime, unit)
     for number, (_, gradients) in enumerate(runtime.passes.trained):
         for index, parameter in enumerate(gradients.buffer.unsharded):
-            _hook_gradient(runtime.passes, number, index, parameter)
+            arrived = functools.partial(Passes.receive, weakref.ref(runtime.passes), number, index)
+            Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
     _avoid_fast_paths(runtime.module, runtime.changes)
 
 
@@ -280,21 +281,6 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
         hook(layer.register_forward_hook(functools.partial(runtime.passes.watch_layer, unit)))
-
-
-def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:
-    # Autograd keeps the hook out of the garbage collector's sight: a strong reference would leak.
-    of_passes = weakref.ref(passes)
-
-    def arrived(parameter: Tensor) -> None:
-        passes = of_passes()
-        gradient, parameter.grad = parameter.grad, None
-        if passes is None:
-            raise closed_error()
-        assert gradient is not None, "called when it has been accumulated"
-        passes.receive(number, index, gradient)
-
-    Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
 
 
 def _avoid_fast_paths(root: nn.Module, changes: Changes) -> None:

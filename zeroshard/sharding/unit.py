@@ -17,6 +17,7 @@ memory for cuDNN, and counts no version.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import SideStream
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.nested import change_tensors
+from zeroshard.internals.nested import change_tensors, find_tensors
 from zeroshard.parameters.sharded import describe_unit
 from zeroshard.parameters.unsharded import UnshardedParameter, edit_error, equal_values, set_data
 from zeroshard.plan.buffers import UnitPlan
@@ -56,7 +57,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _missing, _visit, _ended = map(attrgetter, ("store.is_stale", "missing", "visit", "ended"))
+_is_stale, _missing = map(attrgetter, ("store.is_stale", "missing"))
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -64,24 +65,25 @@ _OWN_KINDS = (Tensor, nn.Parameter)
 _OVER = object()
 """The mark after the last exchange of a reduction."""
 
-NEVER = -1
-"""The tick of an event that has not happened yet."""
+NEVER, LATEST = -1, sys.maxsize
+"""The tick of an event that has not happened yet, and a tick after all others."""
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
-    """The calls of a unit in one or several forwards, or those inside one activation checkpoint."""
+class Ticks:
+    """The ticks of a call of a unit, or of the calls inside an activation checkpoint."""
 
     began: int
-    """The tick of the clock of a `CallLog` at which the first call began."""
+    """The tick of the clock of a `CallLog` at which the call, or the first one inside, began."""
     ended: int = NEVER
-    """The tick at which the last call ended."""
-    regions: tuple[Visit, ...] = ()
-    """The checkpoints around the calls, in their order; of nested ones the outermost."""
+    """The tick at which the call, or the last one inside, ended."""
+    around: Ticks | None = None
+    """The activation checkpoint around the call; of nested ones the outermost."""
 
-    def and_then(self, later: Visit) -> Visit:
-        """Return these calls together with the calls of a later forward."""
-        return Visit(self.began, later.ended, (*self.regions, *later.regions))
+    @property
+    def whole(self) -> Ticks:
+        """The checkpoint around the call, or the call itself: a backward needs the unit from end to begin."""
+        return self.around or self
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True, repr=False)
@@ -90,16 +92,10 @@ class ForwardCall:
 
     unit: Unit
     """The unit that is called."""
-    began: int
-    """The tick at which the call begins."""
-    ended: int = NEVER
-    """The tick at which it ended."""
-    outer: ForwardCall | None = None
-    """The call of the same unit around this one, if there is one."""
-    region: Visit | None = None
-    """The activation checkpoint around it."""
+    ticks: Ticks
+    """Its ticks; of a second forward those of all calls that it may repeat."""
     forward: object = None
-    """The notes of the call log on its forward."""
+    """The notes of the call log on its forward, which live as long as a call of it."""
     entered_in: object = None
     """The last backward that has come to it."""
 
@@ -233,23 +229,24 @@ class Unit:
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self._read = [b for b in buffers if Tier.DISK in (b.plan.main_tier, b.plan.copy_tier)]
         """The buffers whose gathers start in files."""
-        self._kept = [buffer for buffer in buffers if buffer.is_resident]
+        self._gathered = [buffer for buffer in buffers if buffer.plan.gathers or not buffer.plan.is_alias]
+        """The buffers that are filled by a gather or a copy; others show main parameters themselves."""
         self._freed = [buffer for buffer in buffers if not buffer.is_resident]
-        """The buffers that are gathered again after a change, and those that are for each use."""
+        """The buffers that are filled for each use, and not only after a change."""
+        self._seconds = [buffer for buffer in buffers if buffer.has_second]
+        """The buffers of which a few ranks may keep a copy."""
         self.is_resident = plan.is_resident
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
         """The place in the order of forwards, see `UnitOrder`; -1 before the first one, and for the root."""
-        self.call = ForwardCall(self, NEVER)
-        """The forward under way, or the last one."""
-        self.visit: Visit | None = None
-        """The calls in forwards that a backward may come to, if there are any."""
+        self.under_way: list[ForwardCall] = []
+        """The calls that are under way, the innermost last: a unit may call itself."""
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
         self.step_under_way: Callable[[], object] = object
         """Takes the step of the unit, if one waits for this use of its parameters."""
-        self.open_calls: WeakSet[ForwardCall] = WeakSet()
-        """The calls with a graph that no backward has come to; noted if the unit may join a backward."""
+        self.graph_calls: WeakSet[ForwardCall] = WeakSet()
+        """The calls with a graph; noted if the unit has no gradients and may join a backward."""
         self.joins_backward = self.backward_needs_parameters
         """True if this backward gathers its parameters: on all ranks, if any rank needs them."""
         self.leases: set[object] = set()
@@ -265,17 +262,6 @@ class Unit:
         self.layers = set() if self.is_resident else self.slots.owners - {module}
         """Modules inside, whose values may leave the unit with its outputs; none in a compiled module."""
 
-    @property
-    def entered(self) -> int:
-        """The tick from which a backward needs the unit: the end of its last call, or of a checkpoint.
-
-        Ranks may call a recomputed unit under no_grad, without a checkpoint.
-        """
-        assert self.visit is not None, "it was called"
-        around = filter(None, map(_visit, self.recomputed_in))
-        entered: int = max(map(_ended, (self.visit, *around, *self.visit.regions)))
-        return entered
-
     # -- parameters -----------------------------------------------------------------------------------
 
     def wait_for_step(self, step: Callable[[], object]) -> None:
@@ -289,7 +275,7 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         self.step_under_way()
-        needed = [*self._freed, *filter(_is_stale, self._kept)]
+        needed = [buffer for buffer in self._gathered if not buffer.is_resident or buffer.store.is_stale]
         for buffer in filter(needed.__contains__, self._read):
             buffer.store.prefetch()
         self._move(UnitState.GATHERING)
@@ -344,12 +330,12 @@ class Unit:
                 buffer.free(for_backward and self.backward_needs_parameters)
             self._move(UnitState.SHARDED)
         elif not for_backward:
-            for buffer in self._freed:
+            for buffer in self._seconds:
                 buffer.keep_second(False)
 
     def refresh(self) -> None:
         """Start new gathers of replicated parameters and free the others, if main parameters have changed."""
-        if self.state is UnitState.SHARDED or not any(map(_is_stale, self.buffers)):
+        if self.state is UnitState.SHARDED or not any(map(_is_stale, self._gathered)):
             return
         self.wait()
         if self.is_resident:
@@ -360,14 +346,12 @@ class Unit:
 
     def copy_own(self, output: Any) -> Any:
         """Return the output of a forward without views of parameters, whose memory is about to be freed."""
-        own = [buffer.full.untyped_storage().data_ptr() for buffer in self.buffers]
-
-        def copied(tensor: Tensor) -> Tensor:
-            is_own_kind = type(tensor) in _OWN_KINDS or isinstance(tensor, UnshardedParameter)
-            has_place = is_own_kind and tensor.layout is torch.strided
-            return tensor.clone() if has_place and tensor.untyped_storage().data_ptr() in own else tensor
-
-        return change_tensors(output, copied)
+        own = {buffer.full.untyped_storage().data_ptr() for buffer in self.buffers}
+        tensors, _ = find_tensors(output)
+        plain = (t for t in tensors if type(t) in _OWN_KINDS or isinstance(t, UnshardedParameter))
+        views = (t for t in plain if t.layout is torch.strided and t.untyped_storage().data_ptr() in own)
+        copies = {id(view): view.clone() for view in views}
+        return change_tensors(output, lambda tensor: copies.get(id(tensor), tensor)) if copies else output
 
     def check_edits(self) -> None:
         """Compare its unsharded parameters with the parameters at the last look.
@@ -402,7 +386,7 @@ class Unit:
         for buffer in self.buffers:
             for parameter in buffer.unsharded:
                 parameter.grad = None
-        self.open_calls.clear()
+        self.graph_calls.clear()
 
     def release(self) -> None:
         """Drop the module and all parameters, when the engine is closed."""

@@ -7,9 +7,9 @@ made have had their backward.
     forward    0 root(   1 a(   2 )a   3 b(   4 c(   5 )c   6 )b   7 )root
     backward   enter root, enter b, enter c, leave c, leave b, enter a, leave a, leave root
 
-To enter a unit is to gather its parameters, and the parameters of the next units ahead. To leave a unit is to
-start the reduction of its gradients and to free it. A unit with several calls is entered at its last call and
-left at its first. Units inside one activation checkpoint are entered together, and freed together.
+A unit is gathered when it is entered, or `num_prefetch` units earlier. To leave a unit is to start the
+reduction of its gradients and to free it. A unit with several calls is entered at its last call and left at
+its first. Units inside one activation checkpoint are entered together, and freed together.
 
 [Note: One order of collectives] All ranks of a shard group make the same calls, as each call gathers. So they
 have the same list of turns, whatever part of the graph the loss of a rank depends on. They take the turns in
@@ -33,8 +33,7 @@ scheduled      by an unshard of a schedule, and by      by its reshard, and by t
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from operator import attrgetter, itemgetter
 from types import FrameType
@@ -45,123 +44,107 @@ import torch
 
 from zeroshard.internals.autograd import outermost_checkpoint
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, Visit
+from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit
 
 
-class _Forward(dict[Unit, Visit]):
-    """The calls of one forward, held by the calls that a graph holds, and by the last call of each unit."""
+class Visit(NamedTuple):
+    """A unit in a backward: its first and its last call in the forwards before."""
+
+    first: Ticks
+    last: Ticks
+
+
+class _Forward(list[tuple[Unit, Ticks]]):
+    """The calls of one forward in the order of their begins. The calls that a graph holds hold it."""
 
 
 class CallLog:
-    """Notes the calls of forwards, and puts into `Unit.visit` those that a backward may come to.
+    """Notes the calls of forwards, and lists those that a backward may come to.
 
     Args:
-        units: the root unit first.
+        units: the units whose calls have turns in a backward.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units, self._root = frozenset(units), units[0]
-        self.tick = count(1).__next__
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = frozenset(units)
+        self._tick = count(1).__next__
         """The clock: it goes on at each beginning and end of a call."""
-        self._num_past = 0
-        """The first of `_forwards`, through which a backward has gone: their graphs do not come again."""
-        self._now: _Forward | None = None
-        """The forward under way, if it may have a backward; the same on all ranks."""
+        self.forward = _Forward()
+        """The forward under way, or the last one."""
+        self.may_have_backward = False
+        """True if it may have a backward; the same on all ranks."""
+        self._outermost: Ticks | None = None
+        """Its outermost call, while that is under way."""
+        self._checkpoint: FrameType | None = None
+        """The last activation checkpoint in it."""
+        self._inside = Ticks(NEVER)
+        """The calls inside of that."""
         self._forwards: list[ref[_Forward]] = []
         """The forwards since the last backward; a dead one has no graph any more."""
-        self._num_open = 0
-        """Calls that are under way."""
-        self._root_caller: FrameType | None = None
-        """The frame that called the root, while the root runs."""
-        self._regions: dict[FrameType, Visit] = {}
-        """The activation checkpoints of the forward under way."""
+        self._num_past = 0
+        """The first of them, through which a backward has gone: their graphs do not come again."""
         self.name: Hashable = None
         """The name of forwards that begin, and of those that a backward comes to; None for no name."""
         self.named: dict[Hashable, _Forward] = {}
         """The forwards with names that a backward may still come to."""
 
-    def begin(self, unit: Unit, caller: FrameType) -> None:
-        """Note the begin of a unit's forward, outside of any backward. Other units get a call, too.
-
-        Args:
-            unit: the unit; its `call` is the new call until that ends.
-            caller: a frame that runs as long as the call does.
-        """
-        call = ForwardCall(unit, self.tick())
-        if unit.call.ended == NEVER and unit.call.began != NEVER:
-            call.outer = unit.call
-        unit.call = call
+    def begin(self, unit: Unit) -> None:
+        """Note the begin of a unit's forward, outside of any backward. Other units get a call, too."""
+        call = ForwardCall(unit, Ticks(self._tick()))
+        unit.under_way.append(call)
         if unit not in self._units:
             return
-        del self._forwards[: self._num_past]
-        self._num_past = 0
-        if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
-            self._now = _Forward() if torch.is_grad_enabled() else None
-            self._forwards = [forward for forward in self._forwards if forward() is not None]
-            if self._now is not None and self.name is not None:
-                self.named[self.name] = self._now
-            elif self._now is not None:
-                self._forwards.append(ref(self._now))
-        self._num_open += 1
-        if self._now is not None:
-            call.forward = self._now
-            if (visit := self._now.get(unit)) is None:
-                visit = self._now[unit] = Visit(call.began)
-            call.region = None if unit.is_resident else self._find_region(unit, caller)
-            if call.region is not None and call.region not in visit.regions:
-                visit.regions = (*visit.regions, call.region)
+        if self._outermost is None:
+            self._outermost, self.forward = call.ticks, _Forward()
+            self.may_have_backward = torch.is_grad_enabled()  # parts may be under no_grad on some ranks
+            alive = [forward for forward in self._forwards[self._num_past :] if forward() is not None]
+            self._forwards, self._num_past = alive, 0
+            if self.may_have_backward and self.name is None:
+                self._forwards.append(ref(self.forward))
+            elif self.may_have_backward:
+                self.named[self.name] = self.forward
+        if self.may_have_backward and not unit.is_resident:
+            call.ticks.around = self._find_checkpoint(call)
+        call.forward = self.forward
+        self.forward.append((unit, call.ticks))
 
     def end(self, unit: Unit) -> None:
         """Note the end of a unit's call, perhaps by an exception."""
-        call = unit.call
-        # A hook before ours may have failed. A second forward has a call that has ended.
-        if call.ended == NEVER and call.began != NEVER:
-            call.ended = self.tick()
-            if unit in self._units:
-                if self._now is not None and unit in self._now:
-                    self._now[unit].ended = call.ended
-                if call.region is not None:
-                    call.region.ended = call.ended
-                self._num_open -= 1
-                if not self._num_open:
-                    self._drop_frames()
-        if call.outer is not None:
-            unit.call = call.outer
+        ticks = unit.under_way.pop().ticks
+        if ticks.ended == NEVER:  # else it is a second forward
+            ticks.ended = ticks.whole.ended = self._tick()
+        if ticks is self._outermost:
+            self._outermost = self._checkpoint = None  # a frame holds the variables of its function
 
-    def collect(self) -> None:
-        """Begin a backward: give each unit its calls in all forwards that the backward may come to."""
-        for unit in self._units:
-            unit.visit = None
-        unnamed = [reference() for reference in self._forwards]
-        for forward in unnamed if self.name is None else [self.named.get(self.name)]:
-            if forward is not None:
-                for unit, visit in forward.items():
-                    unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
+    def _find_checkpoint(self, call: ForwardCall) -> Ticks | None:
+        # Ranks may call a recomputed unit under no_grad, without a checkpoint.
+        around = next((one.under_way[-1].ticks for one in call.unit.recomputed_in if one.under_way), None)
+        if around is not None:
+            return around.whole
+        if (frame := outermost_checkpoint()) is None:
+            return None
+        if frame is not self._checkpoint:
+            self._checkpoint, self._inside = frame, Ticks(call.ticks.began)
+        return self._inside
 
     def drop_failed(self) -> None:
         """Drop the root's forward, which has ended in an exception and will have no backward."""
-        self._forwards = [forward for forward in self._forwards if forward() is not self._now]
-        self._now = None
-        self._num_open = 0
-        self._drop_frames()
+        self._forwards = [forward for forward in self._forwards if forward() is not self.forward]
+        self._outermost = self._checkpoint = None
+
+    def collect(self) -> dict[Unit, Visit]:
+        """Begin a backward: list the units that it may come to, through the calls in all of its forwards."""
+        visits: dict[Unit, Visit] = {}
+        unnamed = [reference() for reference in self._forwards]
+        for forward in unnamed if self.name is None else [self.named.get(self.name)]:
+            for unit, call in forward or ():
+                first, last = visits.get(unit, (call, call))
+                visits[unit] = Visit(first, max(last, call, key=attrgetter("ended")))
+        return visits
 
     def end_backward(self) -> None:
-        """Note that the calls so far have had their backward: the next call forgets them."""
+        """Note that the calls so far have had their backward: the next forward forgets them."""
         self._num_past = len(self._forwards)
-
-    def _find_region(self, unit: Unit, caller: FrameType) -> Visit | None:
-        checkpoint = outermost_checkpoint(caller, self._root_caller)
-        is_in_root = self._root_caller is not None
-        if unit is self._root:
-            self._root_caller = caller
-        if checkpoint is not None:
-            return self._regions.setdefault(checkpoint, Visit(unit.call.began))
-        return self._root.call.region if is_in_root else None
-
-    def _drop_frames(self) -> None:
-        """Drop the frames, which hold the variables of their functions."""
-        self._root_caller = None
-        self._regions.clear()
 
 
 class Lease:
@@ -195,120 +178,115 @@ class Turn(NamedTuple):
     """A tick of the walk, and what happens to a unit there."""
 
     tick: int
+    order: int
+    """Of turns with one tick the one with the highest number comes first."""
     unit: Unit
     act: str
-    """enter, leave or free."""
+    """gather, leave or free."""
 
 
-def plan_turns(units: Iterable[Unit]) -> list[Turn]:
-    """List the turns of a backward through the calls that the units have noted, in the order of the walk.
+_by_tick = itemgetter(0, 1)
+
+
+def plan_turns(visits: Mapping[Unit, Visit], num_prefetch: int) -> list[Turn]:
+    """List the turns of a backward through units; the first one comes last.
 
     Units inside an activation checkpoint are entered together, and freed together: its second forward needs
-    all of them. A resident unit is not entered.
+    all of them. A resident unit is not gathered.
+
+    Args:
+        visits: the units.
+        num_prefetch: the number of units whose gathers are started before they are entered.
     """
-    turns = []
-    for unit in units:
-        if (visit := unit.visit) is not None:
-            if not unit.is_resident:
-                entered = unit.entered
-                turns.append(((entered, visit.ended), Turn(entered, unit, "enter")))
-            leave, free = last_turns(unit, visit.began)
-            turns += (((leave.tick, True), leave), ((free.tick, False), free))
-    turns.sort(key=itemgetter(0), reverse=True)
-    return [turn for _, turn in turns]
+    route = [(visit.last, unit) for unit, visit in visits.items() if not unit.is_resident]
+    route.sort(key=lambda place: (place[0].whole.ended, place[0].ended), reverse=True)
+    turns: list[Turn] = []
+    for number, (_, unit) in enumerate(route):
+        entered, _ = route[max(0, number - num_prefetch)]
+        turns.append(Turn(entered.whole.ended, -number, unit, "gather"))
+    for unit, visit in visits.items():
+        turns += last_turns(unit, visit.first)
+    return sorted(turns, key=_by_tick)
 
 
-def last_turns(unit: Unit, began: int) -> tuple[Turn, Turn]:
-    """The turns in which a unit is left and freed, if the first of its calls began at a tick."""
-    regions = () if unit.visit is None else unit.visit.regions
-    freed = min([began, *map(attrgetter("began"), regions)])
-    return Turn(began, unit, "leave"), Turn(freed, unit, "free")
+def last_turns(unit: Unit, call: Ticks) -> tuple[Turn, Turn]:
+    """The turns in which a unit is left and freed, if this is the first of its calls."""
+    return Turn(call.began, 1, unit, "leave"), Turn(call.whole.began, 0, unit, "free")
 
 
 class Walk:
     """Take the turns of one backward as gradients arrive.
 
     Args:
-        units: all units of the model; those with noted calls are walked through.
+        visits: the units that are walked through.
         reducer: starts the reduction of the gradients of units that are left.
         lease: the lease on the units that the backward needs, and on those that it gathers.
         num_prefetch: the number of units whose gathers are started before they are entered.
     """
 
     def __init__(
-        self, units: Iterable[Unit], reducer: Reducer, lease: Lease, *, num_prefetch: int = 0
+        self, visits: Mapping[Unit, Visit], reducer: Reducer, lease: Lease, *, num_prefetch: int = 0
     ) -> None:
-        self._lease = lease
-        self._turns = plan_turns(units)
-        self._next = 0
-        """The first turn that is still to be taken."""
-        self.left = [turn.unit for turn in self._turns if turn.act == "leave"]
+        self._visits, self._reducer, self._lease = visits, reducer, lease
+        self._turns = plan_turns(visits, num_prefetch)
+        """The turns that are still to be taken, the next one last."""
+        self.left = [turn.unit for turn in reversed(self._turns) if turn.act == "leave"]
         """The units of the walk in the order of their ends, which is the order of reductions."""
-        self._route = [turn.unit for turn in self._turns if turn.act == "enter"]
-        self._num_entered = self._num_gathered = 0
-        """The numbers of units of the route that were entered, and that gathers were started for."""
-        self._reducer, self._num_prefetch = reducer, num_prefetch
-        self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
-        self._now = self._turns[0].tick if self._turns else 0
+        self._to_leave = set(self.left)
 
     def enter(self, call: ForwardCall) -> None:
         """Take the turns up to the end of a call, since the gradient of one of its outputs has arrived."""
-        self.take(call.ended)
-        if call.unit not in self._inside:  # a call from before the last backward, or its graph comes again
-            self._inside.add(call.unit)
-            for turn in last_turns(call.unit, call.began):
-                insort(self._turns, turn, lo=self._next, key=lambda turn: -turn.tick)
+        self.take(call.ticks.ended)
+        if call.unit not in self._to_leave:  # a call from before the last backward, or its graph comes again
+            self._to_leave.add(call.unit)
+            self._turns = sorted([*self._turns, *last_turns(call.unit, call.ticks)], key=_by_tick)
 
     def note_gradient(self, unit: Unit) -> None:
         """Start the reductions that are due and complete, since a gradient of a parameter has arrived."""
-        if unit.visit is not None and unit not in self._inside:  # its outputs could not be watched
-            self.take(unit.visit.ended)
-        for turn in islice(self._turns, self._next, None):
+        if unit in self._visits and not unit.is_resident:  # its outputs might not be watched
+            self.take(self._visits[unit].last.ended)
+        for turn in reversed(self._turns):
             if turn.act == "leave" and turn.unit.is_complete:
                 self._reducer.start(turn.unit)
             elif turn.act != "free":
                 break
 
-    def enter_again(self, unit: Unit, tick: int) -> ForwardCall:
-        """Make the call of a second forward; autograd treats it as the call that it repeats.
+    def enter_again(self, unit: Unit) -> ForwardCall:
+        """Make the call of a second forward; autograd treats it as the calls that it repeats.
 
         Take the turns up to the end of the last checkpoint around the unit.
-
-        Args:
-            unit: the unit that is called again inside this backward.
-            tick: the time now on the clock of forwards; for a unit without noted calls.
         """
-        visit = unit.visit or Visit(tick, tick)
-        call = ForwardCall(unit, visit.began, min(self._now, visit.ended))
-        if visit.regions:
-            self.take(visit.regions[-1].ended)
-        elif unit in self._route[self._num_gathered :]:  # an unknown kind of checkpoint: nothing more is over
-            self._gather(self._route.index(unit) + 1)
-        return call
+        if unit not in self._visits:  # called inside this backward alone
+            return ForwardCall(unit, Ticks(LATEST, LATEST))
+        first, last = self._visits[unit]
+        if last.around is not None:
+            self.take(last.around.ended)
+        else:  # perhaps an unknown kind of checkpoint: nothing more is over
+            ahead = [*self._ahead()]
+            for earlier in ahead[: ahead.index(unit) + 1] if unit in ahead else ():
+                self._gather(earlier)
+        return ForwardCall(unit, Ticks(first.began, last.ended))
 
     def take(self, tick: int = 0) -> None:
         """Take the turns up to a tick; by default all that are left: the backward is over, or has failed."""
-        while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
-            _, unit, act = self._turns[self._next]
-            self._next += 1
-            if act == "enter":
-                self._inside.add(unit)
-                self._num_entered += 1
-                self._gather(self._num_entered + self._num_prefetch)
+        while self._turns and self._turns[-1].tick >= tick:
+            _, _, unit, act = self._turns.pop()
+            if act == "gather":
+                self._gather(unit)
+                for later in islice(self._ahead(), 1):
+                    later.read_ahead()
             elif act == "leave":
-                self._inside.discard(unit)
+                self._to_leave.discard(unit)
                 self._reducer.start(unit)
             else:
                 unit.slots.uninstall()
                 self._lease.end((unit,))
-        self._now = min(self._now, tick)
 
-    def _gather(self, num: int) -> None:
-        """Start the gathers of the first `num` units of the route."""
-        for unit in self._route[self._num_gathered : num]:
-            if unit.joins_backward:  # also without a backward on this rank: others may have one
-                unit.unshard()
-                self._lease.take(unit)
-        self._num_gathered = max(self._num_gathered, num)
-        for unit in self._route[num : num + 1]:
-            unit.read_ahead()
+    def _ahead(self) -> Iterator[Unit]:
+        """The units that are still to be gathered, the next one first."""
+        return (turn.unit for turn in reversed(self._turns) if turn.act == "gather")
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.joins_backward:  # also without a backward on this rank: others may have one
+            unit.unshard()
+            self._lease.take(unit)
