@@ -9,7 +9,7 @@ thread on a core; several count wall time from a barrier on, with the exchanges.
 
 With two ranks or more a further row has the exchanges alone: the two all-gathers and the reduce-scatter of
 each unit as bare sends and receives of torch.distributed, one ahead of the one that is waited for, without
-hooks, copies, sums and an optimizer. No engine that exchanges each unit by itself can take less.
+hooks, copies, sums and an optimizer. Units so small have more under way, so an engine may take less.
 """
 
 from __future__ import annotations

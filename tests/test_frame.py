@@ -31,12 +31,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25181,
-    "statements of the package": 20930,
-    "tokens of the package": 249320,
-    "lines of code of the core": 7876,
-    "statements of the core": 6830,
-    "tokens of the core": 73739,
+    "lines of code of the package": 24957,
+    "statements of the package": 20750,
+    "tokens of the package": 246807,
+    "lines of code of the core": 7777,
+    "statements of the core": 6743,
+    "tokens of the core": 72948,
     "lines of code of examples, benchmarks and tools": 7437,
     "lines of the longest file": 600,
     "booleans of the core": 31,
@@ -44,7 +44,7 @@ BUDGETS = {
     "modules that one other module imports": 21,
     "files of a step, two ranks": 25,
     "files of a step, one rank, offload": 28,
-    "words in docs/": 44650,
+    "words in docs/": 44645,
 }
 
 CORE = (
