@@ -31,12 +31,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 24957,
-    "statements of the package": 20750,
-    "tokens of the package": 246807,
-    "lines of code of the core": 7777,
-    "statements of the core": 6743,
-    "tokens of the core": 72948,
+    "lines of code of the package": 24963,
+    "statements of the package": 20756,
+    "tokens of the package": 246846,
+    "lines of code of the core": 7783,
+    "statements of the core": 6749,
+    "tokens of the core": 72987,
     "lines of code of examples, benchmarks and tools": 7437,
     "lines of the longest file": 600,
     "booleans of the core": 31,

@@ -3,19 +3,23 @@
 import contextlib
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.models import Residual
+from tests.distributed.models import Recomputed, Residual
 from tests.distributed.training import (
     SOME_STAGES,
     STAGES,
     caught,
     differences,
     finish,
+    flat_values,
+    seeded,
     small_gpt,
     square_loss,
     start,
@@ -24,6 +28,8 @@ from tests.distributed.training import (
     token_loss,
 )
 from tests.ranks import on_ranks
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.sharding.gradients import Gradients
 
 
 class Boom(torch.autograd.Function):
@@ -153,3 +159,48 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others():
         found += differences(f"stage {stage}", got, want)
         assert "the backward of another rank has ended in an exception" in said or dist.get_rank() == 1
     return found
+
+
+@on_ranks(2)
+def test_a_reduction_that_fails_in_its_later_part_is_begun_anew_by_the_next_backward():
+    """Gradients that have arrived do not fit into memory, say."""
+    engine, optimizer = start(small_gpt(), stage=3, num_prefetch=1)
+    fresh, other = start(small_gpt(), stage=3, num_prefetch=1)
+    absorb, failing = Gradients._absorb, iter([True])
+
+    def absorbed(gradients, result):
+        if next(failing, False):
+            raise MemoryError("no room for reduced gradients")
+        absorb(gradients, result)
+
+    with mock.patch.object(Gradients, "_absorb", absorbed), pytest.raises(MemoryError):
+        token_loss(engine, 9).backward()
+    engine.zero_grad()
+    for number in range(2):
+        step(engine, optimizer, token_loss, number)
+        step(fresh, other, token_loss, number)
+    assert all(map(torch.equal, flat_values(engine), flat_values(fresh)))
+
+
+@on_ranks(2)
+def test_a_second_forward_that_is_interrupted_is_not_under_way_any_more():
+    """torch calls no hook at the end of a forward that KeyboardInterrupt has left."""
+    models = [seeded(lambda: nn.Sequential(Recomputed(nn.Linear(7, 7)), nn.Linear(7, 7))) for _ in range(2)]
+    interrupts = iter([False, True])
+
+    def interrupt(*_):
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    models[0][0].inner.register_forward_pre_hook(interrupt)
+    runs = [start(model, "SGD", stage=3, units=["Linear"]) for model in models]
+    with pytest.raises(KeyboardInterrupt):
+        square_loss(runs[0][0], 9).backward()
+    runs[0][0].zero_grad()
+    for number, (engine, optimizer) in product(range(2), runs):
+        step(engine, optimizer, square_loss, number)
+    for engine, _ in runs:
+        with torch.no_grad():
+            square_loss(engine, 0)
+        assert {type(parameter) for parameter in engine.module.parameters()} == {ShardedParameter}
+    assert all(map(torch.equal, *(flat_values(engine) for engine, _ in runs)))

@@ -67,6 +67,47 @@ def test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_grad
 # ------------------------------------------------------------------------------------------- two engines
 
 
+class OnceInside(nn.Module):
+    """Calls its first unit in a checkpoint, and then without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(7)])
+
+    def forward(self, x):
+        first, *others = self.layers
+        inside = checkpoint(lambda value: self.norm(first(value)), x, use_reentrant=False)
+        y = first(inside)
+        for layer in others:
+            y = layer(y)
+        return inside, y
+
+
+@on_ranks(2)
+def test_the_turns_of_ranks_meet_where_the_last_call_of_a_unit_is_outside_of_its_checkpoint():
+    """The loss of one rank depends on the checkpoint alone; each exchange has its place in one order."""
+    torch.manual_seed(0)
+    plain, rank = OnceInside().double(), torch.distributed.get_rank()
+    model, optimizer = copy.deepcopy(plain), torch.optim.SGD(plain.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, _ = start(model, sgd, stage=3, units=["Linear"], num_prefetch=1)
+    for number in range(2):
+        x = [seeded(torch.randn, 3, 7, seed=number + at, dtype=torch.float64) for at in (0, 10)]
+        outputs = [engine(x[rank]), *map(plain, x)]
+        own, first, second = (sum(one.square().mean() for one in both) for both in outputs)
+        own = own if rank == 0 else outputs[0][0].square().mean()
+        second = outputs[2][0].square().mean()
+        engine.backward(own)
+        engine.step()
+        ((first + second) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = engine.full_state_dict()
+    if rank == 0:
+        torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
 @on_ranks(2)
 def test_two_engines_may_take_turns_and_feed_each_other():
     """A generator and a discriminator in turn."""

@@ -72,7 +72,11 @@ def visits(calls):
     spans = {}
     for call in sorted(calls, key=lambda call: call.ticks.began):
         spans.setdefault(call.unit, []).append(call.ticks)
-    return {unit: Visit(own[0], max(own, key=lambda span: span.ended)) for unit, own in spans.items()}
+    around = {unit: [span.around for span in own if span.around] for unit, own in spans.items()}
+    return {
+        unit: Visit(own[0], max(own, key=lambda span: span.ended), (around[unit] or [None])[-1])
+        for unit, own in spans.items()
+    }
 
 
 def around(*spans):

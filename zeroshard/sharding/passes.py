@@ -154,11 +154,11 @@ class Passes:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
         if unit in self.passive:
             return
+        is_second = is_in_backward()
         if unit.under_way:  # else a hook before ours has failed
-            self.calls.end(unit)
+            unit.under_way.pop() if is_second else self.calls.end(unit)
         if unit.under_way:  # it has called itself
             return
-        is_second = is_in_backward()
         if not (is_second and self._state.phase is _BACKWARD):
             unit.slots.uninstall()
         if is_second:
@@ -388,6 +388,8 @@ class Passes:
         self._walk.take()  # as the other ranks do
         self._backward = bool
         self._state.move(_REST)
+        for unit in self._units:  # torch ends no second forward that was interrupted by KeyboardInterrupt
+            unit.under_way.clear()
         self.calls.end_backward()
         self._second_graph.end()
         self._reducer.drop_backward()

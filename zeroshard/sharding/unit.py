@@ -378,6 +378,7 @@ class Unit:
             True until the reduction has come to its end.
         """
         parts = self._reductions or [gradients.reduce() for gradients in self.gradients]
+        self._reductions = []  # a part may fail: then the next backward begins anew
         self._reductions = [part for part in parts if next(part, _OVER) is not _OVER]
         return bool(self._reductions)
 

@@ -48,10 +48,12 @@ from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit
 
 
 class Visit(NamedTuple):
-    """A unit in a backward: its first and its last call in the forwards before."""
+    """A unit in a backward: its first and its last call in the forwards before, and the last checkpoint."""
 
     first: Ticks
     last: Ticks
+    around: Ticks | None
+    """The last activation checkpoint around any of its calls."""
 
 
 class _Forward(list[tuple[Unit, Ticks]]):
@@ -109,19 +111,19 @@ class CallLog:
         self.forward.append((unit, call.ticks))
 
     def end(self, unit: Unit) -> None:
-        """Note the end of a unit's call, perhaps by an exception."""
+        """Note the end of a unit's call outside of any backward, perhaps by an exception."""
         ticks = unit.under_way.pop().ticks
-        if ticks.ended == NEVER:  # else it is a second forward
-            ticks.ended = ticks.whole.ended = self._tick()
+        ticks.ended = ticks.whole.ended = self._tick()  # a call may stand for the checkpoint of those inside
         if ticks is self._outermost:
             self._outermost = self._checkpoint = None  # a frame holds the variables of its function
 
     def _find_checkpoint(self, call: ForwardCall) -> Ticks | None:
         # Ranks may call a recomputed unit under no_grad, without a checkpoint.
         around = next((one.under_way[-1].ticks for one in call.unit.recomputed_in if one.under_way), None)
+        frame = outermost_checkpoint()  # a reentrant one is refused
         if around is not None:
             return around.whole
-        if (frame := outermost_checkpoint()) is None:
+        if frame is None:
             return None
         if frame is not self._checkpoint:
             self._checkpoint, self._inside = frame, Ticks(call.ticks.began)
@@ -138,8 +140,9 @@ class CallLog:
         unnamed = [reference() for reference in self._forwards]
         for forward in unnamed if self.name is None else [self.named.get(self.name)]:
             for unit, call in forward or ():
-                first, last = visits.get(unit, (call, call))
-                visits[unit] = Visit(first, max(last, call, key=attrgetter("ended")))
+                first, last, around = visits.get(unit, (call, call, None))
+                last = max(last, call, key=attrgetter("ended"))
+                visits[unit] = Visit(first, last, call.around or around)
         return visits
 
     def end_backward(self) -> None:
@@ -258,9 +261,9 @@ class Walk:
         """
         if unit not in self._visits:  # called inside this backward alone
             return ForwardCall(unit, Ticks(LATEST, LATEST))
-        first, last = self._visits[unit]
-        if last.around is not None:
-            self.take(last.around.ended)
+        first, last, around = self._visits[unit]
+        if around is not None:
+            self.take(around.ended)
         else:  # perhaps an unknown kind of checkpoint: nothing more is over
             ahead = [*self._ahead()]
             for earlier in ahead[: ahead.index(unit) + 1] if unit in ahead else ():
