@@ -87,6 +87,7 @@ class Predictor:
         self.waiting = functools.cache(lambda tp: subject.waiting(tp, self.on_cpu))
         self._units, self._plans = functools.cache(self._planned), functools.cache(self._costs)
         self._states, self._of_rank = functools.cache(self._of_ranks), functools.cache(self._estimated)
+        self._built, self._simulated = functools.cache(build_schedule), functools.cache(simulate)
 
     def on(self, cluster: Cluster) -> Predictor:
         """Return what predicts for a cluster of as many ranks with other rates or memory."""
@@ -221,7 +222,7 @@ class Predictor:
 
     def _schedule(self, choice: Choice) -> Schedule:
         """Return the schedule of a pipeline. Raises ValueError if there is none with these numbers."""
-        return _built(choice.schedule, choice.pp, self.num_microbatches(choice), choice.chunks)
+        return self._built(choice.schedule, choice.pp, self.num_microbatches(choice), choice.chunks)
 
     def states(self, choice: Choice) -> list[Estimate]:
         """Return the bytes of each pipeline rank without activations."""
@@ -250,9 +251,8 @@ class Predictor:
     def bytes(self, choice: Choice, activations: Sequence[int] | None = None) -> Estimate:
         """Return the bytes of the pipeline rank that has most, with its own activations, or with others."""
         held = self.activations(choice) if activations is None else activations
-        both = zip(self.states(choice), held, strict=True)
-        most, held_there = max(both, key=lambda one: one[0].peak + one[1])
-        return replace(most, activations=held_there)
+        most, there = max(zip(self.states(choice), held, strict=True), key=lambda one: one[0].peak + one[1])
+        return replace(most, activations=there)
 
     def fits(self, own: Estimate) -> bool:
         """True if a rank, and its node, have the memory."""
@@ -371,7 +371,7 @@ class Predictor:
             tails[rank] += max(end.busy[COMPUTE], end.end - (0.0 if self.on_cpu else 2 * half))
             for row in busy[rank]:
                 busy[rank][row] += num * line.busy[row] + end.busy[row]
-        found = simulate(schedule, costs)
+        found = self._simulated(schedule, tuple(costs))
         seconds = max(own[-1].end + tail for own, tail in zip(found.spans, tails, strict=True))
         most = max(busy, key=lambda one: max(one.values()))
         return Prediction(choice, seconds, most, partial(_intervals, found, tails), found.bubble_share)
@@ -420,13 +420,11 @@ def _kind_of(spec: UnitSpec) -> tuple[object, ...]:
     """Return what is the same for units with the same plan."""
     found: list[object] = [type(spec.module)]
     for one in spec.originals:
-        given, is_plain = one.parameter, (one.cut is None, one.placements is None)
-        found += [one.whole_shape, tuple(one.summands), *is_plain, *(type(owner) for owner, _ in one.owners)]
+        given = one.parameter
+        found += [one.whole_shape, tuple(one.summands), one.cut is None, one.placements is None]
         found += [one.compute_dtype, given.dtype, given.requires_grad, type(given)]
+        found += (type(owner) for owner, _ in one.owners)
     return tuple(found)
-
-
-_built = functools.lru_cache(maxsize=256)(build_schedule)
 
 
 def _intervals(found: ScheduleTimes, tails: Sequence[float]) -> Iterator[Interval]:

@@ -165,7 +165,7 @@ def explain(predictor: Predictor, found: SearchResult, **options: Any) -> list[s
         lines.append(f"Pipeline ranks wait for {first.bubble:.0%} of the time.")
     for other in others[:1]:
         more = {row: other.busy.get(row, 0.0) - first.busy.get(row, 0.0) for row in (COMPUTE, NETWORK, LINK)}
-        row = max(more, key=lambda name: more[name])
+        row = max(more, key=more.__getitem__)
         why = f"{more[row]:.2g} s more of {row}" if more[row] > 0 else "more waits"
         lines.append(f"The next best takes {other.seconds / first.seconds - 1:.1%} longer: {why}.")
     cluster, machine = predictor.cluster, predictor.cluster.machine

@@ -83,7 +83,7 @@ class Prediction(NamedTuple):
     @property
     def bound(self) -> str:
         """The resource that is busy longest."""
-        return max(self.busy, key=lambda name: self.busy[name])
+        return max(self.busy, key=self.busy.__getitem__)
 
 
 class Costs(NamedTuple):
