@@ -290,10 +290,11 @@ def unit_cost(*documents: Document) -> Table:
     rows = []
     for one in documents:
         own, peer = (one.median("rows", f"{who}, us a unit beyond plain") for who in (OURS, "fsdp2"))
-        ranks = one.field("settings", "ranks")
+        settings = one.field("settings")
         ratio = interval(one.median("rows", "ratio zeroshard/fsdp2"))
         cells = [Cell(f"{cost.value:.0f}", cost) for cost in (own, peer)]
-        rows.append((f"{ranks} rank{'s' if ranks > 1 else ''}", *cells, ratio))
+        what = "forward and backward in bf16" if settings.get("passes") else "whole steps in fp32"
+        rows.append((f"{settings['ranks']} rank{'s' * (settings['ranks'] > 1)}, {what}", *cells, ratio))
     return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows, drawn=(1, 2))
 
 

@@ -37,7 +37,7 @@ BUDGETS = {
     "lines of code of the core": 7783,
     "statements of the core": 6749,
     "tokens of the core": 72987,
-    "lines of code of examples, benchmarks and tools": 7437,
+    "lines of code of examples, benchmarks and tools": 7418,
     "lines of the longest file": 600,
     "booleans of the core": 31,
     "class names that are defined twice": 0,
@@ -487,9 +487,10 @@ def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
     counts["class names that are defined twice"] = len(defined_twice(trees))
     counts["modules that one other module imports"] = sum(len(by) == 1 for by in importers(trees).values())
     step = ranks(2, functions_of_a_step, offload=False)[0]
+    offloaded = ranks(1, functions_of_a_step, offload=True)[0]
     counts["functions of a step, two ranks"] = len(step)
     counts["files of a step, two ranks"] = len(files_of(step))
-    counts["files of a step, one rank, offload"] = len(files_of(ranks(1, functions_of_a_step, offload=True)[0]))
+    counts["files of a step, one rank, offload"] = len(files_of(offloaded))
     counts["words in docs/"] = sum(len(page.split()) for page in pages)
     return counts
 
