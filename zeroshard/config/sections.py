@@ -310,9 +310,8 @@ class Config(Checked):
             (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
             (is_auto[0], "recompute", untraced),
             (self.memory_budget is not None, "memory_budget", is_auto),
-            (offload.activations != "none", "offload.activations", not_auto),
             # The backward of compiled code may write to the memory of saved tensors.
-            (offload.activations != "none", "offload.activations", not_compiled),
+            (offload.activations != "none", "offload.activations", not_auto, not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
             (self.gradient_accumulation_steps > 1, "gradient_accumulation_steps", whole),
             # Between chunks each tensor rank would have a part of the sequence, and number it from 0.

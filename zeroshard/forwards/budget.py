@@ -20,7 +20,7 @@ memory of saved tensors, so it stays on the device.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
@@ -152,9 +152,8 @@ class Budget:
         self._room = self._of_root = 0
         """The bytes that the last plan had for activations; and, on the CPU, where nobody counts a peak, the
         most bytes that the root and the loss need."""
-        self._profiles: dict[int, UnitProfile] = {}
-        """Of each kind: the bytes of the forward that has kept most, without those that several units were
-        given."""
+        self._profiles = defaultdict[int, list[UnitProfile]](list)
+        """Of each kind: the bytes of forwards that keep all, without those that several units were given."""
         self._watch, self._rests = Stopwatch(self._device), list[float]()
         """Of forwards and backwards, from the begin of the one to the end of the other; and the seconds of
         them that belong to no unit."""
@@ -181,17 +180,14 @@ class Budget:
             if self._steps == PLANNED or name not in _TIMED:
                 return ways[name](*args, **kwargs)
             given = _bytes_of((args, kwargs))
-            saved, shared = dict(given), self._given & given.keys()
+            saved = {key: 0 if key in self._given else num for key, num in given.items()}
             self._given |= given.keys()
             is_probed = self.plan is None and name == KEEP
-            noting = self._noting(saved) if is_probed else nullcontext()
-            with noting, self._watches[kind, name, "F"]:
+            with self._noting(saved) if is_probed else nullcontext(), self._watches[kind, name, "F"]:
                 output = ways[name](*args, **kwargs)
             self._time_backward(self._watches[kind, name, "B"], (args, kwargs), output)
             if is_probed:
-                found = _profile(saved, given, output, shared)
-                known = self._profiles.get(kind, found)
-                self._profiles[kind] = max(known, found, key=lambda one: one.kept or 0)
+                self._profiles[kind].append(_profile(saved, given, output))
             return output
 
         return chosen
@@ -211,7 +207,7 @@ class Budget:
             own = [num for key, num in saved.items() if key not in self._given]
             made, largest = sum(_bytes_of(output).values()), max(own, default=0)
             # A loss, inside or outside, saves as much as the logits, and its backward makes that twice.
-            needs = sum(own) + max(0, made - largest) + 2 * max(made, largest)
+            needs = sum(own) - largest + 3 * max(made, largest)
             self._of_root = max(self._of_root, needs)
             return output
 
@@ -238,10 +234,7 @@ class Budget:
 
     def _time_backward(self, watch: Stopwatch, given: Any, output: Any) -> None:
         """Time the backward of a forward, from the gradient of its output to the gradient of its input."""
-        made, inputs = (
-            [one for one in find_tensors(values)[0] if one.requires_grad] for values in (output, given)
-        )
-        begins: list[Any] = []
+        made, inputs, begins = find_tensors(output)[0], find_tensors(given)[0], list[Any]()
 
         def begin(_: Tensor) -> None:
             begins.append(watch.point())
@@ -249,21 +242,19 @@ class Budget:
                 at_end_of_backward(partial(self._watch.add, self._begun))
                 self._begun = None
 
-        if made:
-            made[0].register_hook(begin)
-        if inputs:
-            inputs[0].register_hook(lambda _: watch.add(begins.pop()) if begins else None)
+        register_multi_grad_hook(made, begin, mode="any")
+        register_multi_grad_hook(inputs, lambda _: watch.add(begins.pop()) if begins else None, mode="any")
 
     def _begin(self, size: int) -> None:
         """Begin a forward of the root, which was given so many bytes."""
         if size > self._largest:
             self._largest = size
             self._restart()
-        has_stepped, self._seen = self._state.num_changes != self._seen, self._state.num_changes
         self._given.clear()
         if self._steps == PLANNED:
             return
-        if has_stepped:
+        if self._seen != self._state.num_changes:
+            self._seen = self._state.num_changes
             self._steps += 1
             totals, self._watch = self._watch.read(), Stopwatch(self._device)
             if self._steps >= PROBED:
@@ -280,14 +271,14 @@ class Budget:
         backward = median(keep[1] or [2 * forward])  # its input needs no gradient
         # Both forwards of a unit that recomputes cost more than one; not less than half, whatever the noise.
         more = sum(map(median, again)) - forward - backward if all(again) else forward
-        profile = self._profiles.get(kind, UnitProfile(kept=None))
-        return replace(profile, forward=forward, backward=backward, again=max(more, forward / 2))
+        unknown = UnitProfile(kept=None)
+        most = max(self._profiles[kind], key=lambda one: one.kept or 0, default=unknown)
+        return replace(most, forward=forward, backward=backward, again=max(more, forward / 2))
 
     def _plan(self, totals: Iterable[float]) -> None:
         """Choose anew, after a step whose forwards and backwards took so many seconds each."""
         found = list(map(self._measured, self._kinds)), self._link, self.take_peak() + self._of_root
-        everyone = self._tp.all_gather_object(found, "costs of units for a memory budget")
-        measured, link, others = everyone[0]
+        measured, link, others = self._tp.all_gather_object(found, "costs of units for a memory budget")[0]
         units = [one.options(link) for one in measured]
         both = zip(units, self.names, strict=True)
         taken = [next((one for one in unit if one.name == name), unit[0]) for unit, name in both]
@@ -327,19 +318,15 @@ def _depths(tree: Tree, depth: int = 0) -> Iterator[tuple[int, int]]:
             yield from _depths(part, depth + 1)
 
 
-def _profile(
-    saved: Mapping[int, int], given: Mapping[int, int], output: Any, shared: Collection[int]
-) -> UnitProfile:
-    """The bytes of a forward: of storages that it has saved, its inputs among them, but for shared ones."""
-    own, made = {key: num for key, num in saved.items() if key not in shared}, _bytes_of(output)
-    kept, num_made = sum(own.values()), sum(made.values())
+def _profile(saved: dict[int, int], given: Mapping[int, int], output: Any) -> UnitProfile:
+    """The bytes of a forward, from those of storages that it has saved, its inputs among them."""
+    made = _bytes_of(output)
     return UnitProfile(
-        output=num_made,
-        saved=sum(num for key, num in (own | made).items() if key not in given),
-        kept=kept,
-        working=kept + num_made,  # the gradient of the output is there when its backward begins
-        inputs=sum(num for key, num in own.items() if key in given),
-        moved=sum(num for num in own.values() if num >= activations.LEAST_BYTES),
+        output=sum(made.values()),
+        saved=sum(num for key, num in (saved | made).items() if key not in given),
+        kept=sum(saved.values()),
+        inputs=sum(saved[key] for key in given),
+        moved=sum(num for num in saved.values() if num >= activations.LEAST_BYTES),
     )
 
 

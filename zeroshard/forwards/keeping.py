@@ -49,7 +49,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +139,7 @@ class UnitProfile:
     - kept: bytes that its backward needs, inputs included; None: not known, so that it recomputes.
     - inputs: bytes of its inputs among them.
     - moved: the bytes of `kept` that may go to the host.
-    - working: the most bytes while it runs, if these are more than `kept`.
+    - working: the most bytes while it runs, if these are more than `kept` and the gradient of the output.
     - again: seconds that a recomputation adds.
     """
 
@@ -162,19 +161,18 @@ class UnitProfile:
                 forward or backward leaves of their time is lost.
         """
         kept, forward, backward = self.kept or 0, self.forward, self.backward
-        working = max(self.working, kept)
+        working = max(self.working, kept + self.output)
         keep = Option(name=KEEP, held=kept, working=working, forward=forward, backward=backward)
         again = replace(keep, name=RECOMPUTE, held=self.inputs, again=self.again)
         if self.kept is None:
             return [again]
-        if link == NO_LINK:
-            return [keep, again]
-        far = list[Option]()
-        for base, name, num in ((keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)):
+        ways = [keep, again]
+        far = (keep, OFFLOAD, self.moved), (again, OFFLOAD_INPUT, self.inputs)
+        for base, name, num in far if link != NO_LINK else ():
             longer = max(forward, num / link.to_host)
             more = base.again + max(0.0, num / link.from_host - backward)
-            far.append(replace(base, name=name, held=base.held - num, moved=num, forward=longer, again=more))
-        return [keep, again, *far]
+            ways.append(replace(base, name=name, held=base.held - num, moved=num, forward=longer, again=more))
+        return ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +241,8 @@ def time_line(plan: KeepingPlan, link: Link) -> Iterator[Interval]:
         again = "F1" if option.name in (RECOMPUTE, OFFLOAD_INPUT) else ""
         leave, back = before / link.to_host, before / link.from_host
         forward += [("", leave, leave), ("F", option.forward, beside / link.to_host)]
-        backward += [("", back, back), ("B", option.backward, beside / link.from_host)]
-        backward.append((again, option.again, 0.0))
+        own = ("B", option.backward, beside / link.from_host), (again, option.again, 0.0)
+        backward += [("", back, back), *own]
     now = 0.0
     for arrow, parts in ((">", forward), ("<", backward[::-1])):
         for label, seconds, copies in parts:
@@ -305,15 +303,14 @@ def _select(states: Any, slot: float, link: Link) -> Any:
     held = (states[0] / slot).astype(np.int64)
     waiting = (states[1] / max(states[1].max() / WAITING_SLOTS, 1e-9)).astype(np.int64)
     order = states[2].argsort(kind="stable")[::-1]  # of several values for a cell the last one stays
-    cells = held[order], waiting[order]
-    seconds = np.full((held.max() + 1, waiting.max() + 1), np.inf)
+    numbers = np.full((held.max() + 1, waiting.max() + 1), -1)
+    numbers[held[order], waiting[order]] = order  # -1: no state, and later than any
     # A state where more bytes wait is better if it is still as early after waiting for them.
-    numbers, later = np.zeros_like(seconds, np.int64), seconds.copy()
-    numbers[cells], seconds[cells] = order, states[2][order]
-    later[cells] = states[2][order] + states[1][order] * link.both_ways
+    times = states[2], states[2] + states[1] * link.both_ways
+    seconds, later = (np.append(one, np.inf)[numbers] for one in times)
     least = np.minimum.accumulate(np.minimum.accumulate(seconds, 0), 1)
     least_later = np.minimum.accumulate(np.minimum.accumulate(later, 0)[:, ::-1], 1)[:, ::-1]
-    return numbers[np.isfinite(seconds) & (seconds <= least) & (later <= least_later)]
+    return numbers[(numbers >= 0) & (seconds <= least) & (later <= least_later)]
 
 
 # ------------------------------------------------------------------------------------------------- chains
@@ -347,13 +344,12 @@ def plan_chain(stages: Sequence[UnitProfile], input_bytes: int, budget: int) -> 
     room = min(budget, SLOTS) - sizes[0]
     if room < 0:
         return None
-    shape = (num, num, room + 1)
-    cost, with_input, choice = np.empty(shape), np.empty(shape), np.empty(shape, np.int16)
-    ahead = np.array([0.0, *accumulate(stage.forward for stage in stages)])
+    cost = np.zeros((num + 1, num, room + 1))  # no stages cost nothing
+    with_input, choice = np.empty_like(cost), np.empty(cost.shape, np.int16)
+    ahead = np.cumsum([0.0, *(stage.forward for stage in stages)])
     for first, last in ((first, first + more) for more in range(num) for first in range(num - more)):
-        saves = np.full(room + 1, float(stages[first].forward + stages[first].backward))
-        if first < last:
-            saves += _later(cost[first + 1, last], saved[first])
+        own = stages[first].forward + stages[first].backward
+        saves = own + _later(cost[first + 1, last], saved[first])
         saves[: saved[first] + max(sizes[first + 1], sizes[last + 1])] = np.inf
         inner = slice(first + 1, last + 1)
         splits = with_input[inner, last] + cost[first, first:last] + (ahead[inner] - ahead[first])[:, None]

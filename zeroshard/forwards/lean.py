@@ -76,16 +76,12 @@ def _tiled(mlp: Any, tiles: int | str, forward: Callable[[Tensor], Tensor]) -> C
 
 
 def _gated(mlp: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def product(gate: Tensor, up: Tensor) -> Tensor:
-        activated: Tensor = mlp.act_fn(gate)
-        return activated * up
+    def product(gate: Tensor, up: Tensor) -> Any:
+        return mlp.act_fn(gate) * up
 
-    def lean(x: Tensor) -> Tensor:
+    def lean(x: Tensor) -> Any:
         both = mlp.gate_proj(x), mlp.up_proj(x)
-        output: Tensor = mlp.down_proj(
-            checkpoint(product, *both, use_reentrant=False, preserve_rng_state=False)
-        )
-        return output
+        return mlp.down_proj(checkpoint(product, *both, use_reentrant=False, preserve_rng_state=False))
 
     return lean
 

@@ -82,7 +82,7 @@ class RowLoss:
             shared = self.smoothing / self.num * everyone[:, 3].sum(0)
             expected = (1 - self.smoothing) * expected + shared
         log_total = largest + log_sum
-        losses = log_sum + largest - expected
+        losses = log_total - expected
         if self.z_loss:
             losses = losses + self.z_loss * log_total.square()
         return losses.masked_fill(~counts, 0.0), Row(log_total, place, is_own, counts)
@@ -145,7 +145,7 @@ class TiledLoss(torch.autograd.Function):
                 if of_weight is not None:
                     of_weight += logits.t() @ hidden[tile]
             del logits  # before those of the next tile
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.dtype = hidden.dtype
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         return total
 
@@ -155,8 +155,8 @@ class TiledLoss(torch.autograd.Function):
             raise RuntimeError("a loss in tiles has no second derivatives: expected create_graph=False")
 
         found = (
-            None if value is None else torch.mul(value, gradient, out=torch.empty_like(value, dtype=dtype))
-            for value, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if one is None else torch.mul(one, gradient, out=torch.empty_like(one, dtype=ctx.dtype))
+            for one in ctx.saved_tensors
         )
         return *found, None, None, None, None
 

@@ -441,14 +441,13 @@ def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, cha
         elif config.mesh.tp == 1 and causal_model(owner, head) is owner:
             ModelLoss(owner, None, head, changes, config.loss.tiles)
             found = True
-    if found:
-        return
-    raise ValueError(
-        "config key 'loss.tiles': expected a causal language model of transformers with its default loss and "
-        "a plain nn.Linear as its head, which is no unit of its own and divided, if at all, as "
-        f"'colwise_loss'; for {type(model).__name__} set it to 'none', and call "
-        "zeroshard.tiled_cross_entropy in the forward"
-    )
+    if not found:
+        raise ValueError(
+            "config key 'loss.tiles': expected a causal language model of transformers with its default loss "
+            "and a plain nn.Linear as its head, which is no unit of its own and divided, if at all, as "
+            f"'colwise_loss'; for {type(model).__name__} set it to 'none', and call "
+            "zeroshard.tiled_cross_entropy in the forward"
+        )
 
 
 def causal_model(root: nn.Module, head: nn.Module) -> nn.Module | None:
