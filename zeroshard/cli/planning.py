@@ -28,7 +28,7 @@ from zeroshard.config.dtypes import dtype_of
 from zeroshard.config.sections import Config, Mesh
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.memory.tiered import byte_rows
-from zeroshard.memory.typical import RECOMPUTED, has_plan, typical_sizes
+from zeroshard.memory.typical import RECOMPUTED, planned_bytes, typical_sizes
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.planning.machine import read_cluster
 from zeroshard.planning.timeline import TIERS
@@ -114,8 +114,7 @@ def _has_room(found: Estimate, config: Config, options: EstimateOptions) -> bool
     """True if a rank, and its node, have the memory of an estimate of a config."""
     per_node = min(options.ranks, _RANKS_PER_NODE)
     far = per_node * found.host <= SHARE * options.host and per_node * found.nvme <= options.nvme
-    budget = config.memory_budget or 0
-    room = min(SHARE * (options.memory or 0), budget if budget > 1 else math.inf)
+    room = min(SHARE * (options.memory or 0), planned_bytes(config) or math.inf)
     return far and found.peak <= room
 
 
@@ -196,8 +195,7 @@ def _refuse_unused(options: EstimateOptions) -> None:
 
 def _refuse_budget(config: Config, least: int) -> None:
     """Refuse a budget of memory that is less than the least peak of all stages."""
-    budget = config.memory_budget or 0
-    if has_plan(config) and least > budget:
+    if 0 < (budget := planned_bytes(config)) < least:
         raise ValueError(
             f"memory_budget: expected at least {math.ceil(least / (1 << 20))}MiB, the least of all stages, "
             f"got {format_bytes(budget)}: take a larger budget, fewer --tokens, more --ranks or "

@@ -95,11 +95,9 @@ class Budget:
         self._tp, self._state, self._device = context.axes.tp, context.state, context.device
         self._num_bytes, self._in_flight = budget_of(config.memory_budget, self._device), in_flight
         self._left_out = storages_of(units)
-        self._moving: SavedActivations | None = None
-        """Moves activations to the host, if that is not the device."""
-        self._link = NO_LINK
+        self._moving, self._link = SavedActivations(units, context), NO_LINK
+        """Moves activations to the host, where there is a link."""
         if streams.has_streams(self._device) and not config.compile:
-            self._moving = SavedActivations(units, context)
             self._link = measure_link(self._device, context.memory.host(_LINK_BYTES))
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
@@ -166,16 +164,14 @@ class Budget:
         self._name(RECOMPUTE if kind in self._kinds[after:] else KEEP for after, kind in kinds)
 
     def _chosen(self, number: int, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        ways = {KEEP: forward, RECOMPUTE: checkpointed(module, forward)}
-        if self._moving is not None:
-            offload = partial(offloading, self._moving, module)
-            ways |= {OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(ways[RECOMPUTE])}
+        offload, again = partial(offloading, self._moving, module), checkpointed(module, forward)
+        ways = {KEEP: forward, RECOMPUTE: again, OFFLOAD: offload(forward), OFFLOAD_INPUT: offload(again)}
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
             if self.tree is not None or not torch.is_grad_enabled() or is_in_backward():
                 return forward(*args, **kwargs)  # a run of a chain is computed again as it was computed
             name, kind = self._shown[number][-1], self._kinds[number]
-            if self._moving is not None and name in _TIMED:
+            if name in _TIMED:
                 self._moving.begin_segment()  # the copies of the unit before begin
             if self._steps == PLANNED or name not in _TIMED:
                 return ways[name](*args, **kwargs)
@@ -290,10 +286,9 @@ class Budget:
         self._room = room = int((self._num_bytes - others) / self._in_flight)
         self.plan, self.tree = choose_keeping(units, room, link), None
         self._name(option.name for option in self.plan.options)
-        times, tree = self.plan.times, None
-        if self._is_chain:
-            tree = plan_chain([replace(one, forward=one.again) for one in measured], self._largest, room)
-        if tree is not None:
+        times = self.plan.times
+        chain = [replace(one, forward=one.again) for one in measured]
+        if self._is_chain and (tree := plan_chain(chain, self._largest, room)):
             depths = dict(_depths(tree))
             nested = [one.forward + depths[n] * one.again + one.backward for n, one in enumerate(measured)]
             # Rotor's plan, where a choice for each unit is slower or does not fit.

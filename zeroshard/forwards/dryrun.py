@@ -242,9 +242,8 @@ class FusedAttention(TorchFunctionMode, ContextDecorator):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
-            self.products += (
-                2 * query.numel() * key.shape[-2] * (1 if kwargs and kwargs.get("is_causal") else 2)
-            )
+            factor = 2 if kwargs and kwargs.get("is_causal") else 4
+            self.products += factor * query.numel() * key.shape[-2]
             return _Attention.apply(query, key, value)
         return func(*args, **(kwargs or {}))
 

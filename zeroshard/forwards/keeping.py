@@ -118,7 +118,7 @@ class Link:
             option: the option of the unit.
             budget: bytes that the device has for activations.
         """
-        stays = np.maximum(np.minimum(waiting, budget - held - option.working), 0.0)
+        stays = np.clip(budget - held - option.working, 0.0, waiting)
         back = self.from_host * (option.backward + option.again)
         return stays, np.minimum(stays, min(self.to_host * option.forward, back))
 
@@ -239,18 +239,16 @@ def time_line(plan: KeepingPlan, link: Link) -> Iterator[Interval]:
     forward, backward = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
     for option, before, beside in zip(plan.options, plan.before, plan.beside, strict=True):
         again = "F1" if option.name in (RECOMPUTE, OFFLOAD_INPUT) else ""
-        leave, back = before / link.to_host, before / link.from_host
-        forward += [("", leave, leave), ("F", option.forward, beside / link.to_host)]
-        own = ("B", option.backward, beside / link.from_host), (again, option.again, 0.0)
-        backward += [("", back, back), *own]
+        forward += [("", 0.0, before), ("F", option.forward, beside)]
+        backward += [("", 0.0, before), ("B", option.backward, beside), (again, option.again, 0.0)]
     now = 0.0
-    for arrow, parts in ((">", forward), ("<", backward[::-1])):
-        for label, seconds, copies in parts:
+    for arrow, rate, parts in ((">", link.to_host, forward), ("<", link.from_host, backward[::-1])):
+        for label, seconds, num in parts:
             if label and seconds:
                 yield Interval("compute", label, now, now + seconds)
-            if copies:
-                yield Interval("link", arrow, now, now + copies)
-            now += seconds
+            if num:
+                yield Interval("link", arrow, now, now + num / rate)
+            now += seconds or num / rate  # without seconds of its own it is a wait
 
 
 def choose_keeping(units: Sequence[Sequence[Option]], budget: int, link: Link) -> KeepingPlan:

@@ -31,7 +31,7 @@ from zeroshard.forwards.lean import change_mlps
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals.nested import cast_inputs, cast_tensors
-from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, counted, has_plan
+from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, counted, planned_bytes
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import take_part
@@ -89,7 +89,7 @@ def prepared(
         local.register_post_accumulate_grad_hook(_drop_gradient) if local.requires_grad else None
         for module, attribute in original.owners:
             module._parameters[attribute] = local
-    if config.recompute in RECOMPUTED and not has_plan(config):
+    if config.recompute in RECOMPUTED and not planned_bytes(config):
         for module in _blocks(model, specs):
             # Autograd runs a recomputation outside of the mode of the run.
             changes.around(module, "fused attention", FusedAttention())
@@ -188,7 +188,7 @@ class ModelWithoutMemory:
 
     def usage(self, config: Config, setting: Setting) -> DryRun:
         """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
-        ways = config.recompute, has_plan(config), config.loss, config.mlp
+        ways = config.recompute, bool(planned_bytes(config)), config.loss, config.mlp
         key = repr((config.precision, ways, config.mesh, config.units, config.ignored))
         if key not in self._runs:
             self._runs[key] = _usage_of(self.trace(config, setting, _rows))

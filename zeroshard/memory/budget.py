@@ -71,9 +71,8 @@ def check_room(
             "optimizer states": host.optimizer,
             "buffers for the units in files": host.buffers,
         }
-        needed = {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes}
-        if needed:  # a launcher that does not tell the ranks on this node has all of them there
-            check_budget(needed, int(os.environ.get("LOCAL_WORLD_SIZE", axes.world.size)))
+        # A launcher that does not tell the ranks on this node has all of them there.
+        check_budget(needed, int(os.environ.get("LOCAL_WORLD_SIZE", axes.world.size)))
 
     on_all(axes.world, "check of the room for offload", check)
 
@@ -102,6 +101,7 @@ def check_budget(needed: Mapping[str, int], num_ranks_on_node: int) -> None:
         lines = (
             f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks_on_node} rank(s)"
             for kind, num_bytes in needed.items()
+            if num_bytes
         )
         expected = (
             f"Expected {format_bytes(total)} of host memory on this node, got {format_bytes(free)} free:"

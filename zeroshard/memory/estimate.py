@@ -11,7 +11,7 @@ from zeroshard.config.sections import Config
 from zeroshard.forwards.keeping import NO_LINK, Interval, Link, choose_keeping, time_line
 from zeroshard.memory import tiered
 from zeroshard.memory.tiered import STATES, ModelStates, States, byte_rows
-from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, TypicalModel, has_plan, typical_sizes
+from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, TypicalModel, planned_bytes, typical_sizes
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, read_setting, units_ahead
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
@@ -194,9 +194,9 @@ class Counted:
         if config.recompute not in RECOMPUTED:
             return found
         keep = max(1, sum(unit.forward + unit.backward for unit in usage.units))
-        if not has_plan(config):
+        if not (budget := planned_bytes(config)):
             return replace(found, extra_time=sum(unit.forward for unit in usage.units[:-1]) / keep)
-        room = (config.memory_budget or 0) - (found.peak - found.activations)
+        room = budget - (found.peak - found.activations)
         units = [unit.options(self._link) for unit in usage.units]
         plan = choose_keeping(units, int(room) - usage.others, self._link)
         peak, line = plan.peak + usage.others, tuple(time_line(plan, self._link))

@@ -60,9 +60,10 @@ class DryRun(NamedTuple):
     """Bytes that are there besides."""
 
 
-def has_plan(config: Config) -> bool:
-    """True if a budget in bytes says which units recompute; a share is of a device that is not known."""
-    return (config.memory_budget or 0) > 1  # only recompute="auto" takes one
+def planned_bytes(config: Config) -> float:
+    """The bytes of a budget that says which units recompute; 0 for none, or a share of a device."""
+    budget = config.memory_budget or 0  # only recompute="auto" takes one, and no device is known
+    return budget if budget > 1 else 0
 
 
 def counted(operations: float, **num_bytes: int) -> UnitProfile:

@@ -64,7 +64,6 @@ def measure_machine(folder: Path | None = None) -> Machine:
     import torch  # rates of a cluster by its name need none of it
 
     from zeroshard.comm import streams
-    from zeroshard.comm.streams import Stopwatch
     from zeroshard.forwards.budget import measure_link
     from zeroshard.memory.budget import host_bytes_free
 
@@ -74,44 +73,42 @@ def measure_machine(folder: Path | None = None) -> Machine:
 
     def rate(amount: float, work: Callable[[], object]) -> float:
         work()  # kernels are loaded and memory is mapped
-        watch = Stopwatch(device)
+        watch = streams.Stopwatch(device)
         for _ in range(_ROUNDS):
             with watch:
                 work()
         return amount / max(min(watch.read()), 1e-9)
 
     flops = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.ones(width, width, dtype=dtype, device=device)
-        product = functools.partial(torch.mm, matrix, matrix)
-        flops[str(dtype).removeprefix("torch.")] = rate(2 * width**3, product)
+    for name in ("float32", "bfloat16"):
+        matrix = torch.ones(width, width, dtype=getattr(torch, name), device=device)
+        flops[name] = rate(2 * width**3, functools.partial(torch.mm, matrix, matrix))
     near, other = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     far, free = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda"), host_bytes_free()
     return Machine(
         device=torch.get_device_module(device).get_device_name(device) if has_streams else "cpu",
-        num_devices=torch.accelerator.device_count() if has_streams else 1,
+        num_devices=max(1, torch.accelerator.device_count()),
         device_bytes=torch.accelerator.get_memory_info(device)[1] if has_streams else free,
         host_bytes=free,
         flops=flops,
         bandwidth=rate(2 * _BYTES, lambda: other.copy_(near)),
         **(asdict(measure_link(device, far)) if has_streams else {}),
-        **({} if folder is None else _disk_rates(folder, Stopwatch(torch.device("cpu")))),
+        **({} if folder is None else _disk_rates(folder, streams.Stopwatch(torch.device("cpu")))),
     )
 
 
 def _disk_rates(folder: Path, watch: Stopwatch) -> dict[str, float]:
-    block = bytes(1 << 20)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as raw:
+    values = bytearray(_BYTES)
+    with tempfile.TemporaryFile(dir=folder) as file:
         with watch:
-            for _ in range(_BYTES // len(block)):
-                raw.write(block)
-            os.fsync(raw.fileno())
+            file.write(values)
+            file.flush()
+            os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        raw.seek(0)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
         with watch:
-            while raw.read(len(block)):
-                pass
+            file.readinto(values)
     write, read = watch.read()
     return {"disk_write": _BYTES / write, "disk_read": _BYTES / read}
 
@@ -148,9 +145,8 @@ class Cluster:
         for key in ("num_ranks", "ranks_per_node", "efficiency"):
             if getattr(self, key) <= 0:
                 raise ValueError(f"cluster {self.name!r}: expected {key} above 0, got {getattr(self, key)}")
-        rates = ("network", self.num_ranks, self.network), ("between", self.num_nodes, self.between)
-        for key, num, rate in rates:
-            if num > 1 and not rate:
+        for key, num in (("network", self.num_ranks), ("between", self.num_nodes)):
+            if num > 1 and not getattr(self, key):
                 raise ValueError(
                     f"cluster {self.name!r}: expected the key {key}, bytes per second that a rank sends to "
                     f"others, for {num} ranks or nodes: `zeroshard doctor` of one process does not measure it"
@@ -180,7 +176,7 @@ class Cluster:
         return num_exchanges * self.latency + num_bytes * per_byte
 
 
-def _gpu(name: str, memory: float, flops: float, bandwidth: float, link: float) -> Machine:
+def _gpu(name: str, memory: float, flops: float, bandwidth: float, link: float | None) -> Machine:
     return Machine(
         device=name,
         num_devices=8,
@@ -195,7 +191,7 @@ def _gpu(name: str, memory: float, flops: float, bandwidth: float, link: float) 
 
 _H100 = _gpu("H100", 79.2, 7e14, 3e12, 5e10)
 _4090 = _gpu("RTX 4090", 23.6, 1.5e14, 9e11, 2.5e10)
-_CPU = replace(_gpu("cpu", 8, 9.6e11, 1.2e10, 0.0), num_devices=1, to_host=None, from_host=None)
+_CPU = replace(_gpu("cpu", 8, 9.6e11, 1.2e10, None), num_devices=1)
 _NODE: dict[str, Any] = {"ranks_per_node": 8, "latency": 2e-5, "efficiency": 0.8}
 _CORES: dict[str, Any] = {"ranks_per_node": 2, "latency": 6e-4, "sums": 1.5e9}
 CLUSTERS: Mapping[str, Cluster] = {

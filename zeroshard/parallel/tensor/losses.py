@@ -15,7 +15,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -218,8 +217,7 @@ def tiled_cross_entropy(
         leaves = [None if one is None else one.detach() for one in leaves]
     leaves = [None if one is None else one.to(dtype) for one in leaves]
     counts, size = flat != ignore_index, rows_of_tile(len(flat), tiles, ROW_BYTES * len(weight))
-    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        total: Tensor = TiledLoss.apply(*leaves, flat, counts, loss, size)
+    total: Tensor = TiledLoss.apply(*leaves, flat, counts, loss, size)
     is_none = counts & ((flat < 0) | (flat >= loss.num))
     total, num = total.masked_fill(is_none.any(), torch.nan), counts.sum()
     if reduction == "sum":
@@ -319,19 +317,13 @@ class ModelLoss:
         classes: the classes of this rank; None if the head is not divided.
         head: the head of the model.
         changes: the changes of the model.
-        tiles: see `tiled_cross_entropy`; "none" for no tiles.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        classes: Classes | None,
-        head: nn.Module,
-        changes: Changes,
-        tiles: int | str = "none",
-    ) -> None:
-        self._classes, self._computing_head, self._whole = classes, head, model.loss_function
-        self.tiles = tiles
+    def __init__(self, model: Any, classes: Classes | None, head: nn.Module, changes: Changes) -> None:
+        self._classes, self._computing_head = classes, head
+        self._whole: Callable[..., Tensor] = model.loss_function
+        self.tiles: int | str = "none"
+        """See `tiled_cross_entropy`; "none" for no tiles."""
         self._is_own = self._was_called = False
         self._hidden: tuple[Tensor, int] | None = None
         """The input of the head in a forward with tiles, and its version."""
@@ -357,10 +349,7 @@ class ModelLoss:
         self._was_called = True
         given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
         if not self._is_own:
-            whole: Tensor = self._whole(
-                logits, labels, vocab_size, shift_labels=shift_labels, **given, **others
-            )
-            return whole
+            return self._whole(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
         head: Any = self._computing_head
         num = head.out_features if self._classes is None else self._classes.num
         if vocab_size != num:
@@ -436,11 +425,10 @@ def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, cha
         loss, is_patched = vars(owner).get("_loss_function"), "forward" in vars(head)
         if type(head) is not nn.Linear or (is_patched and head not in changes.stacks) or head in units:
             continue
-        if isinstance(loss, ModelLoss):  # of a divided head
+        if config.mesh.tp == 1 and causal_model(owner, head) is owner:
+            loss = ModelLoss(owner, None, head, changes)
+        if isinstance(loss, ModelLoss):  # else its head is not divided
             loss.tiles, found = config.loss.tiles, True
-        elif config.mesh.tp == 1 and causal_model(owner, head) is owner:
-            ModelLoss(owner, None, head, changes, config.loss.tiles)
-            found = True
     if not found:
         raise ValueError(
             "config key 'loss.tiles': expected a causal language model of transformers with its default loss "
