@@ -18,11 +18,12 @@ from transformers.utils import ModelOutput
 
 from zeroshard.internals.autograd import (
     at_end_of_backward,
+    hook_first,
     is_recorded,
     outermost_checkpoint,
     will_accumulate,
 )
-from zeroshard.internals.nested import cast_inputs, find_tensors, view_tensors
+from zeroshard.internals.nested import cast_inputs, find_tensors
 
 
 class HookError(Exception):
@@ -187,25 +188,18 @@ def test_casting_changes_the_floats_in_nested_containers_and_nothing_else():
     assert same is value["plain"]
 
 
-def test_views_of_what_a_unit_returned_are_other_tensors_with_the_same_values_in_the_same_places():
-    @dataclasses.dataclass
-    class Output:
-        logits: torch.Tensor
-        rest: object
-        count: int = dataclasses.field(init=False, default=0)
-
-    x, y = leaf(1.0), leaf(2.0)
-    output = Output(x, {"more": [y, A]})
-    output.count = 3
-    viewed, plain = view_tensors((output, "text"))[0], output.rest["more"][1]
-    tensors, originals = find_tensors(viewed)[0], find_tensors(output)[0]
-    assert [tensor.item() for tensor in tensors] == [tensor.item() for tensor in originals]
-    assert [a is b for a, b in zip(tensors, originals, strict=True)] == [False, False, True]
-    assert viewed.rest["more"][1] is plain
-    assert viewed.count == 3
-    assert output.logits is x
-    sum(tensors).backward()
-    assert (x.grad, y.grad) == (1, 1)
+def test_a_hook_that_comes_first_runs_before_the_earlier_ones_in_every_backward():
+    x = leaf(1.0)
+    y, calls = x * 2, []
+    first = y.register_hook(lambda _: calls.append("of the user"))
+    y.retain_grad()
+    for name in ("a", "b"):
+        hook_first(y, lambda _, name=name: calls.append(name))
+    y.backward(retain_graph=True)
+    first.remove()
+    y.backward()
+    assert calls == ["b", "a", "of the user", "b", "a"]
+    assert y.grad == 2
 
 
 # --------------------------------------------------------------------------------- running checkpoints

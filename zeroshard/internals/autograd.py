@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
@@ -69,6 +69,14 @@ def _is_run(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad returns the gradient of this very parameter
         return False
+
+
+def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
+    """Register a hook of a tensor's gradient that runs before those that are there."""
+    tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    for key in tuple(hooks)[:-1]:  # they run in the order of the dictionary
+        hooks[key] = hooks.pop(key)
 
 
 def outermost_checkpoint() -> FrameType | None:

@@ -51,11 +51,6 @@ def cast_inputs(
     return own, dict(zip(kwargs, named, strict=True))
 
 
-def view_tensors(value: Any) -> Any:
-    """Return the nested value with views of tensors that require gradients: autograd sees other tensors."""
-    return change_tensors(value, lambda t: t.view_as(t) if t.requires_grad else t)
-
-
 def cast_tensors(value: Any, dtype: torch.dtype, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Return the nested value with floating-point tensors in `dtype`; see `change_tensors`."""
     return change_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t, is_leaf)

@@ -27,20 +27,18 @@ from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
+    hook_first,
     is_in_backward,
     is_recorded,
     reentrant_error,
     will_accumulate,
 )
-from zeroshard.internals.nested import cast_tensors, find_tensors, view_tensors
+from zeroshard.internals.nested import cast_tensors, find_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
-
-_WATCHED = "_zeroshard_watched"
-"""An attribute of outputs of units and layers: their gradients begin a backward."""
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
@@ -134,7 +132,7 @@ class Passes:
                 upcoming.read_ahead()
 
     def after_forward(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Hook the outputs for backward; return the output, or views of it.
+        """Hook the outputs for backward, and return the output.
 
         Raises:
             RuntimeError: the forward has edited a parameter.
@@ -148,7 +146,9 @@ class Passes:
             output = unit.copy_own(output)
         if unit is self._root and not is_in_backward():
             self._end_forward()
-        return output if unit in self.quiet else self._watch(unit, output)
+        if unit not in self.quiet:
+            self._watch(unit, output)
+        return output
 
     def exit_forward(self, unit: Unit) -> None:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
@@ -211,14 +211,14 @@ class Passes:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def _watch(self, unit: Unit, output: Any) -> Any:
+    def _watch(self, unit: Unit, output: Any) -> None:
         """Hook the outputs of a forward that will have a backward: the first gradient of one begins it.
 
         Raises:
             RuntimeError: no tensor is found, and the parameters would be freed before the backward.
         """
         if not torch.is_grad_enabled():
-            return output
+            return
         tensors, is_opaque = find_tensors(output)
         # Hooks of inner layers notice a backward that comes through a hidden tensor, but for own parameters.
         is_unnoticed = is_opaque and (not tensors or unit.module in unit.slots.owners)
@@ -228,31 +228,22 @@ class Passes:
                 "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "
                 "dataclasses, or name in units= the class of a module around it that does"
             )
-        tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        if unit is self._root:  # the user may hook an output of a unit inside, which others have used, too
-            tensors = [tensor for tensor in tensors if not hasattr(tensor, _WATCHED)]
-        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
-            # A unit may return its input: two hooks of one tensor would run in the order of the forward. It
-            # may return a parameter, which lives on: a hook on it would run in later backwards too.
-            output = view_tensors(output)
-            tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
+        # The gradient of a leaf comes from no unit. It may live on: a hook would run in later backwards, too.
+        tensors = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
         if tensors:
             # The outer call of a root that has called itself was dropped.
             call = unit.under_way[-1] if unit.under_way else ForwardCall(unit, Ticks(LATEST, LATEST))
             if unit in self._frozen:
                 unit.graph_calls.add(call)
-            for tensor in tensors:
-                setattr(tensor, _WATCHED, True)
-                tensor.register_hook(partial(self._before_backward, call))
-        return output
+            for tensor in tensors:  # a unit may return its input, with the hook of the unit before
+                hook_first(tensor, partial(self._before_backward, call))
 
     def watch_layer(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
         if unit.under_way:  # else a part of it is recomputed, for the graph of its first forward
-            setattr(output, _WATCHED, True)
-            output.register_hook(partial(self._before_backward, unit.under_way[-1]))
+            hook_first(output, partial(self._before_backward, unit.under_way[-1]))
 
     def _before_backward(self, call: ForwardCall, *_: Tensor) -> None:
         unit = call.unit
