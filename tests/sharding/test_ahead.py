@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -16,24 +17,28 @@ PARTS = (1, 1, 0, 0)
 
 
 class Halves(nn.Module):
-    """Two halves that share one parameter alone."""
+    """Two halves that share one parameter alone; a rank may leave out a block of the second one."""
 
-    def __init__(self):
+    def __init__(self, left_out):
         super().__init__()
+        self.left_out = left_out
         self.halves = nn.ModuleList(nn.Sequential(*(Residual() for _ in range(3))) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x, part):
-        return self.halves[part](x * self.scale)
+        x = x * self.scale
+        for number, block in enumerate(self.halves[part]):
+            x = x if (part, number) == (1, self.left_out) else block(x)
+        return x
 
 
 class Run:
     """A sharded model of two halves."""
 
-    def __init__(self, stage, **options):
+    def __init__(self, stage, left_out=None, **options):
         torch.manual_seed(0)
         config = {"stage": stage, "units": ["Residual"], **options}
-        self.engine = zeroshard.initialize(Halves(), torch.optim.AdamW, config).engine
+        self.engine = zeroshard.initialize(Halves(left_out), torch.optim.AdamW, config).engine
         self.reducer = self.engine._runtime.reducer
         self.second = frozenset(unit for unit in self.engine._runtime.units if "halves.1" in unit.name)
 
@@ -87,6 +92,20 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
     assert last == ["halves.0.2", "halves.0.1", "halves.0.0", ""]
     assert run.reducer.local_bytes == 0
     check(run, stage, **options)
+
+
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "options"),
+    [(2, 0, {}), (4, 2, {"shard_group_size": 2}), (4, 3, {"shard_group_size": 2})],
+)
+@on_ranks()
+def test_ranks_that_leave_out_other_units_start_their_later_exchanges_in_one_order(num_ranks, stage, options):
+    """The end of a step compares the orders of exchanges, and raises an error if these differ."""
+    left_out = 1 if dist.get_rank() < num_ranks // 2 else None
+    run = Run(stage, left_out, num_prefetch=1, **options)
+    batch(run, {1})
+    check(run, stage, left_out=left_out, num_prefetch=1, **options)
 
 
 @pytest.mark.long_where(stage=[0])

@@ -9,13 +9,14 @@ Units pass through these queues. Each move is a call of `Unit.reduce`, which goe
 buffers of the root, of the unit that is being packed, and of at most `num_prefetch` units (at least one)
 whose first exchange is under way. So before a unit is packed, older reductions wait for their exchange.
 Further exchanges of a reduction (between shard groups, or back to all ranks) start only when a reduction
-starts, so that their order is the same on all ranks.
+starts in a backward that does not defer, so that their order is the same on all ranks.
 
 [Note: Reductions ahead of the last backward] A backward that defers its gradients may still reduce gradients
 of some units, to which no later backward of the step adds. They are packed like all that it defers, so that
 bits do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the
 backward, and between backwards, the reductions that are left start together and nobody waits for them: they
-go on during whatever comes next. The last backward of the step waits for them, agrees with all ranks and
+go on during whatever comes next. A rank that has left out a unit starts it here, and others have started it
+before; so further exchanges start in the last backward. That waits for all, agrees with all ranks and
 delivers; without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself.
 
 [Note: The order of units] The order in which units run gives the units that are gathered ahead in forward,
@@ -72,8 +73,8 @@ class UnitOrder:
     """
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
-        setting, axes = context.setting, context.axes
-        self.is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
+        setting = context.setting
+        self.is_common = bool(setting.placements.parameter) and context.axes.dp_replicate.size == 1
         """True if all ranks make the same calls; then they need no agreement."""
         is_late = setting.steps_in_backward is False
         walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
@@ -98,8 +99,7 @@ class UnitOrder:
 
     def agree(self, axis: Axis) -> None:
         """Make one order of the orders of all ranks, which is not `is_common`; collective."""
-        own = [unit.name for unit in self.units]
-        everyone = axis.all_gather_object(own, "agreement on the order of units")
+        everyone = axis.all_gather_object([u.name for u in self.units], "agreement on the order of units")
         merged = [self._by_name[name] for name in merge(everyone)]
         self.reduce_first(merged[::-1])
         self._set(merged)
@@ -295,12 +295,12 @@ class Reducer:
         Args:
             unit: the unit; None: all that this backward has not started, the root last.
         """
-        if unit is not None:
-            self._ready.add(unit)
-        while self._due and (unit is None or self._due[0] in self._ready):
+        self._ready.update(self._due if unit is None else (unit,))
+        while self._due and self._due[0] in self._ready:
             self._free_packed(but=self._num_ahead)
-            for _ in range(len(self._later)):
-                self._reduce(self._later, self._later)
+            if self._role and not self._role.defers:
+                for _ in range(len(self._later)):
+                    self._reduce(self._later, self._later)
             self._reduce(self._due, self.sending)
             self._step_ended(but=1)
 
@@ -451,9 +451,9 @@ class Reducer:
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
-        late, self._late = self._late, []
-        for _, gradients, index, gradient in late:
+        for _, gradients, index, gradient in self._late:
             gradients.pack(index, gradient)
+        self._late.clear()
         self._due.extend(again)
         self.start()
         self._finish()
