@@ -6,11 +6,21 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.models import Recomputed, Tiny
-from tests.distributed.training import SOME_STAGES, differences, finish, numbers, replicate, seeded, start
+from tests.distributed.models import Recomputed, Residual, Tiny
+from tests.distributed.training import (
+    SOME_STAGES,
+    differences,
+    finish,
+    made_by,
+    numbers,
+    replicate,
+    seeded,
+    start,
+)
 from tests.ranks import on_ranks
 
 # ---------------------------------------------------------------------------------- activation checkpoints
@@ -106,6 +116,60 @@ def test_the_turns_of_ranks_meet_where_the_last_call_of_a_unit_is_outside_of_its
     whole = engine.full_state_dict()
     if rank == 0:
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+class Frozen(nn.Module):
+    """A frozen layer of its own, and blocks that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.parts = nn.Linear(7, 7), nn.Sequential(Residual(), Residual())
+
+    def forward(self, x):
+        return self.parts(torch.tanh(self.base(x)))
+
+
+class AroundFrozen(nn.Module):
+    """Calls it in a checkpoint, and a block before or after it in there, too."""
+
+    def __init__(self, is_before):
+        super().__init__()
+        self.first, self.other, self.last = (Residual() for _ in range(3))
+        self.frozen, self.is_before = Frozen(), is_before
+
+    def inside(self, x):
+        return self.frozen(self.other(x)) if self.is_before else self.other(self.frozen(x))
+
+    def forward(self, x):
+        x = self.first(x)
+        y = checkpoint(self.inside, x, use_reentrant=False)
+        return x, y, self.last(y)
+
+
+@on_ranks(1, 2)
+def test_a_checkpoint_around_a_recomputed_resident_unit_is_that_of_the_sharded_units_inside(num_ranks):
+    """The losses of two ranks depend on the same outputs, or on other ones."""
+    rank = dist.get_rank()
+    for is_before, used in product((False, True), ((2, 2), (2, 0), (0, 2))):
+        plain = seeded(AroundFrozen, is_before).double()
+        plain.frozen.base.requires_grad_(False)
+        optimizer, names = made_by("SGD", plain), ["Residual", "Frozen"]
+        options = {"stage": 3, "units": names, "frozen": ["frozen.base"], "recompute": "unit"}
+        engine, _ = start(copy.deepcopy(plain), "SGD", num_prefetch=1, **options)
+        for number in range(2):
+            x = [numbers(number, 3, 7, rank=one).double() for one in range(num_ranks)]
+            losses = [plain(value)[one].square().mean() for value, one in zip(x, used, strict=False)]
+            own = engine(x[rank])[used[rank]].square().mean()
+            assert own.item() == losses[rank].item()
+            engine.backward(own)
+            engine.step()
+            (sum(losses) / num_ranks).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine._runtime.reducer.num_late == 0
+        whole = engine.full_state_dict()
+        if rank == 0:
+            torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)

@@ -4,22 +4,24 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
+import torch
 from hypothesis import given
 
 from zeroshard.sharding.reducer import merge
 from zeroshard.sharding.unit import ForwardCall, Ticks
-from zeroshard.sharding.walk import Lease, Visit, Walk, plan_turns
+from zeroshard.sharding.walk import CallLog, Lease, Visit, Walk, plan_turns
 
 
 class Noting:
     """A unit that notes its collectives in a log that all units share."""
 
     joins_backward, is_resident = True, False
+    freed_inside = recomputed_in = ()
 
     def __init__(self, name, log):
         self.name, self.log = name, log
         self.slots = SimpleNamespace(uninstall=lambda: None)
-        self.leases = set()
+        self.leases, self.under_way = set(), []
         self.is_complete = self.is_gathered = False
 
     def __repr__(self):
@@ -240,6 +242,18 @@ def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_check
     walk = Walk(visits(calls), NotingReducer(log), Lease())
     walk.enter(by_name["a"])
     assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]
+
+
+@torch.no_grad()
+def test_a_forward_without_a_backward_lists_each_unit_once():
+    root, *blocks = units = [Noting(name, []) for name in "rab"]
+    log = CallLog(units)
+    log.begin(root)
+    for unit in blocks * 100:  # as a method that makes tokens
+        log.begin(unit)
+        log.end(unit)
+    assert [*log.forward.values()] == units
+    log.end(root)
 
 
 class Unit(SimpleNamespace):

@@ -71,6 +71,7 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
     for module in outermost(units[0].module, _modules_of(units)):
         for part in set(module.modules()) & with_hooks.keys() - {module}:
             with_hooks[part].recomputed_in.append(with_hooks[module])
+            with_hooks[module].freed_inside += with_hooks[part].freed_inside
         changes.around(module, "recompute", functools.partial(checkpointed, module))
 
 

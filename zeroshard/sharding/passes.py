@@ -57,14 +57,15 @@ class Passes:
         self._root, self._units = units[0], tuple(units)
         self._context, self._order, self._reducer = context, reducer.order, reducer
         self._state, self._here = context.state, context.axes.dp.waits.rank_status
-        walked = [unit for unit in units if unit in self._order.reductions]
+        walked = self._order.reductions
         self.quiet = dict.fromkeys(unit for unit in units if unit not in walked)
         """Units without turns in a backward: nothing of them is freed, exchanged or stepped there."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else context.num_prefetch
         self.trained = [(unit, gradients) for unit in units for gradients in unit.gradients]
         """The gradients of each trained buffer, and their unit."""
-        gathered = [unit for unit in units[1:] if not (unit.is_resident or unit.gradients)]
-        self._frozen = dict.fromkeys(unit for unit in gathered if unit.backward_needs_parameters)
+        self._frozen = dict.fromkeys(
+            u for u in units[1:] if u.backward_needs_parameters and not (u.is_resident or u.gradients)
+        )
         """Units without gradients: the graph decides if a backward gathers them."""
         has_versions = context.setting.weights not in NEWEST_WEIGHTS
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
@@ -190,7 +191,7 @@ class Passes:
         """Keep the units that backward begins with or would gather again, and free the others."""
         if self._state.phase is _FORWARD:  # else the root has called itself, and its outer call has ended
             self._state.move(_REST)
-        called = [unit for unit, _ in self.calls.forward if unit is not self._root]
+        called = [unit for unit in self.calls.forward.values() if unit is not self._root]
         may_have_backward = self.calls.may_have_backward
         self._order.follow(called, has_backward=may_have_backward)
         self._graph.end()

@@ -233,6 +233,8 @@ class Unit:
         """The buffers that are filled by a gather or a copy; others show main parameters themselves."""
         self._freed = [buffer for buffer in buffers if not buffer.is_resident]
         """The buffers that are filled for each use, and not only after a change."""
+        self.freed_inside = [*self._freed]
+        """These, and those of the units inside that are recomputed with it."""
         self._seconds = [buffer for buffer in buffers if buffer.has_second]
         """The buffers of which a few ranks may keep a copy."""
         self.is_resident = plan.is_resident

@@ -37,7 +37,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from operator import attrgetter, itemgetter
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -56,8 +56,11 @@ class Visit(NamedTuple):
     """The last activation checkpoint around any of its calls."""
 
 
-class _Forward(list[tuple[Unit, Ticks]]):
-    """The calls of one forward in the order of their begins. The calls that a graph holds hold it."""
+class _Forward(dict[Any, Unit]):
+    """The calls of one forward in the order of their begins, by their ticks; without a backward the units.
+
+    The calls that a graph holds hold it.
+    """
 
 
 class CallLog:
@@ -94,9 +97,7 @@ class CallLog:
         """Note the begin of a unit's forward, outside of any backward. Other units get a call, too."""
         call = ForwardCall(unit, Ticks(self._tick()))
         unit.under_way.append(call)
-        if unit not in self._units:
-            return
-        if self._outermost is None:
+        if self._outermost is None and unit in self._units:
             self._outermost, self.forward = call.ticks, _Forward()
             self.may_have_backward = torch.is_grad_enabled()  # parts may be under no_grad on some ranks
             alive = [forward for forward in self._forwards[self._num_past :] if forward() is not None]
@@ -105,10 +106,11 @@ class CallLog:
                 self._forwards.append(ref(self.forward))
             elif self.may_have_backward:
                 self.named[self.name] = self.forward
-        if self.may_have_backward and not unit.is_resident:
+        if self.may_have_backward and unit.freed_inside:
             call.ticks.around = self._find_checkpoint(call)
-        call.forward = self.forward
-        self.forward.append((unit, call.ticks))
+        if unit in self._units:
+            call.forward = self.forward
+            self.forward[call.ticks if self.may_have_backward else unit] = unit
 
     def end(self, unit: Unit) -> None:
         """Note the end of a unit's call outside of any backward, perhaps by an exception."""
@@ -118,16 +120,13 @@ class CallLog:
             self._outermost = self._checkpoint = None  # a frame holds the variables of its function
 
     def _find_checkpoint(self, call: ForwardCall) -> Ticks | None:
-        # Ranks may call a recomputed unit under no_grad, without a checkpoint.
-        around = next((one.under_way[-1].ticks for one in call.unit.recomputed_in if one.under_way), None)
         frame = outermost_checkpoint()  # a reentrant one is refused
-        if around is not None:
-            return around.whole
-        if frame is None:
-            return None
-        if frame is not self._checkpoint:
+        for outer in call.unit.recomputed_in:  # ranks may call it under no_grad, without a checkpoint
+            if outer.under_way:
+                return outer.under_way[-1].ticks.whole
+        if frame not in (None, self._checkpoint):
             self._checkpoint, self._inside = frame, Ticks(call.ticks.began)
-        return self._inside
+        return self._inside if frame else None
 
     def drop_failed(self) -> None:
         """Drop the root's forward, which has ended in an exception and will have no backward."""
@@ -139,7 +138,7 @@ class CallLog:
         visits: dict[Unit, Visit] = {}
         unnamed = [reference() for reference in self._forwards]
         for forward in unnamed if self.name is None else [self.named.get(self.name)]:
-            for unit, call in forward or ():
+            for call, unit in (forward or {}).items():
                 first, last, around = visits.get(unit, (call, call, None))
                 last = max(last, call, key=attrgetter("ended"))
                 visits[unit] = Visit(first, last, call.around or around)
@@ -203,10 +202,10 @@ def plan_turns(visits: Mapping[Unit, Visit], num_prefetch: int) -> list[Turn]:
     """
     route = [(visit.last, unit) for unit, visit in visits.items() if not unit.is_resident]
     route.sort(key=lambda place: (place[0].whole.ended, place[0].ended), reverse=True)
-    turns: list[Turn] = []
-    for number, (_, unit) in enumerate(route):
-        entered, _ = route[max(0, number - num_prefetch)]
-        turns.append(Turn(entered.whole.ended, -number, unit, "gather"))
+    turns = [
+        Turn(route[max(0, number - num_prefetch)][0].whole.ended, -number, unit, "gather")
+        for number, (_, unit) in enumerate(route)
+    ]
     for unit, visit in visits.items():
         turns += last_turns(unit, visit.first)
     return sorted(turns, key=_by_tick)
