@@ -14,7 +14,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import numbers
 from tests.ranks import on_ranks
-from zeroshard.parallel.pipeline.training import running_batch
+from zeroshard.parallel.pipeline.training import adds_as_autograd, running_batch
 from zeroshard.parameters.sharded import gradient_of
 
 
@@ -139,3 +139,76 @@ def test_an_edit_in_a_batch_is_refused_at_its_end_and_no_step_is_taken_until_zer
         edit_in_a_batch(engine)
     with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
         engine.step()
+
+
+def without_first(call, model):
+    call(numbers(7, 5, 4))
+    model.shown.detach_()
+    model.second(model.shown).sum().backward()  # no gradient comes to the first layer
+
+
+def batch_by_autograd(engine, act=backward, *args):
+    with running_batch(engine._runtime, by_autograd=True):
+        backward(engine.module, 0)
+        engine._runtime.state.has_sums = True
+        act(engine.module, *args)
+
+
+@on_ranks(1)
+def test_autograd_adds_up_a_batch_and_hooks_see_the_sum_once():
+    plain, model, seen, sums = Net(), Net(), [], []
+    engine = zeroshard.initialize(model, torch.optim.SGD, {"stage": 3, "units": ["Linear"]}).engine
+    weight = engine.get_parameter("first.weight")
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    model.second.register_forward_hook(lambda *_: sums.append(weight.unsharded().grad is not None))
+    assert adds_as_autograd(engine._runtime)
+    batch_by_autograd(engine, without_first, model)
+    assert sums == [False, True, True]
+    engine._runtime.before_step()
+    backward(plain, 0)
+    without_first(plain, plain)
+    for name, parameter in plain.named_parameters():
+        own = engine.get_parameter(name)
+        assert own.unsharded().grad is None
+        assert (own.grad is None) == (parameter.grad is None)
+        assert own.grad is None or torch.equal(own.grad, parameter.grad.flatten()), name
+    assert [gradient.tolist() for gradient in seen] == [weight.grad.tolist()]
+    engine.zero_grad()
+    backward(engine, 0)  # outside of a batch the engine gets each gradient again
+    assert weight.unsharded().grad is None
+    assert len(seen) == 2
+
+
+def fail(module):
+    raise LookupError
+
+
+@on_ranks(1)
+def test_sums_of_a_batch_that_has_failed_are_dropped_with_its_gradients():
+    engine = zeroshard.initialize(Net(), torch.optim.SGD, {"stage": 0}).engine
+    weight = engine.get_parameter("first.weight")
+    with pytest.raises(LookupError):
+        batch_by_autograd(engine, fail)
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
+    engine.zero_grad()
+    assert weight.unsharded().grad is None
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert engine.step()
+
+
+CHANGES = (
+    {"param_dtype": "bfloat16"},
+    {"param_dtype": "float16", "loss_scale": 8},
+    {"output_dtype": "bfloat16"},
+)
+
+
+@on_ranks(1, 2)
+def test_autograd_adds_up_nothing_that_is_cast_scaled_exchanged_or_watched_by_a_hook():
+    for precision in ({}, *CHANGES):
+        engine = zeroshard.initialize(Net(), None, {"stage": 0, "precision": precision}).engine
+        assert adds_as_autograd(engine._runtime) == (not precision and engine.dp_world_size == 1)
+        hook = engine.get_parameter("first.weight").register_hook(lambda gradient: None)
+        assert not adds_as_autograd(engine._runtime)
+        hook.remove()

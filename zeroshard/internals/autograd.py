@@ -57,11 +57,11 @@ def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
     """True if the backward that runs now may give gradients to parameters; `torch.autograd.grad` gives none.
 
     Args:
-        parameters: leaves that require gradients. They are looked at only in a backward to chosen inputs.
+        parameters: leaves. They are looked at only in a backward to chosen inputs.
     """
     if torch.autograd._is_checkpoint_valid():
         return True
-    return any(_is_run(get_gradient_edge(parameter).node) for parameter in parameters)
+    return any(_is_run(get_gradient_edge(one).node) for one in parameters if one.requires_grad)
 
 
 def _is_run(node: Any) -> bool:

@@ -370,4 +370,6 @@ class Gradients:
         """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         if self.flat is not None:
             self._pool.drop(self.flat)
+        for parameter in self.buffer.unsharded:
+            parameter.grad = None
         self._reset()

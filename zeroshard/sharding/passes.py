@@ -269,8 +269,7 @@ class Passes:
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         self._state.steps.settle()
-        parameters = (p for _, gradients in self.trained for p in gradients.buffer.unsharded)
-        if accumulates := will_accumulate(p for p in parameters if p.requires_grad):
+        if accumulates := will_accumulate(p for _, one in self.trained for p in one.buffer.unsharded):
             self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()
         self._state.move(_BACKWARD)
@@ -292,9 +291,16 @@ class Passes:
                 frozen.joins_backward = joins
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
-            if shown not in self.passive:
-                shown.slots.install()
+            shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
+
+    def listen(self, is_heard: bool = True) -> None:
+        """Let autograd call `receive` for each gradient that it has accumulated; or let it call nobody."""
+        for number, (_, gradients) in enumerate(self.trained):
+            for index, parameter in enumerate(gradients.buffer.unsharded):
+                parameter._post_accumulate_grad_hooks = (
+                    {0: partial(self.receive, ref(self), number, index)} if is_heard else {}
+                )
 
     @staticmethod
     def receive(of_self: ref[Passes], number: int, index: int, parameter: Tensor) -> None:

@@ -375,6 +375,11 @@ class Reducer:
         self._state.refuse("a step", Moment.TAINTED)
         if self._state.has_sums:
             self.begin(Role())
+            for gradients in self._all:
+                for index, parameter in enumerate(gradients.buffer.unsharded):
+                    gradient, parameter.grad = parameter.grad, None
+                    if gradient is not None:  # the sum of a batch that was left to autograd
+                        gradients.pack(index, gradient)
             self._deliver()
         self.call_hooks()
 
@@ -419,7 +424,7 @@ class Reducer:
             self._state.hook.drop()
         self._drop()
         for unit in self._units:
-            unit.drop_backward()
+            unit.graph_calls.clear()
 
     def _drop(self) -> None:
         """Drop all gradients that are in no `p.grad` yet."""

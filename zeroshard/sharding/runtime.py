@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
@@ -259,10 +259,7 @@ def hook(runtime: Runtime) -> None:
     """Let the forwards and backwards of a module drive its runtime."""
     for unit in runtime.units:
         _hook_unit(runtime, unit)
-    for number, (_, gradients) in enumerate(runtime.passes.trained):
-        for index, parameter in enumerate(gradients.buffer.unsharded):
-            arrived = functools.partial(Passes.receive, weakref.ref(runtime.passes), number, index)
-            Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
+    runtime.passes.listen()
     _avoid_fast_paths(runtime.module, runtime.changes)
 
 

@@ -384,13 +384,6 @@ class Unit:
         self._reductions = [part for part in parts if next(part, _OVER) is not _OVER]
         return bool(self._reductions)
 
-    def drop_backward(self) -> None:
-        """Drop the gradients and the notes of a backward that failed."""
-        for buffer in self.buffers:
-            for parameter in buffer.unsharded:
-                parameter.grad = None
-        self.graph_calls.clear()
-
     def release(self) -> None:
         """Drop the module and all parameters, when the engine is closed."""
         self.leases.clear()

@@ -398,11 +398,11 @@ def with_sharding(schedule: Schedule) -> Schedule:
     """
     lists = []
     for actions in schedule.lists:
-        last, seen, own = {action.chunk: action for action in actions}, set[int | None](), list[Action]()
+        first, last = ({action.chunk: action for action in order} for order in (actions[::-1], actions))
+        own = list[Action]()
         for action in actions:
-            if action.chunk not in seen:
+            if action == first[action.chunk]:
                 own.append(Action(Kind.UNSHARD, action.chunk, None))
-                seen.add(action.chunk)
             own.append(action)
             if action == last[action.chunk]:
                 own.append(Action(Kind.RESHARD, action.chunk, None))

@@ -40,7 +40,7 @@ from zeroshard.parallel.pipeline.actions import (
 )
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
-from zeroshard.parallel.random import random_states, set_random_states
+from zeroshard.parallel.random import forked, random_states, set_random_states
 
 if TYPE_CHECKING:
     from zeroshard.parallel.pipeline.training import PipelineTraining
@@ -186,11 +186,9 @@ class Runner:
 
     def _recompute(self, action: Action) -> None:
         call = self._calls[action.place]
-        now = random_states(self._messages.device)
-        set_random_states(call.random)
-        with self._deferring(action.place):
+        with forked(self._messages.device), self._deferring(action.place):
+            set_random_states(call.random)
             call.outputs = tuple(self._chunks.forward(*action.place, call.inputs))
-        set_random_states(now)
 
     def _deferring(self, place: Place) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of the backward, if there are two."""

@@ -9,10 +9,10 @@ Its text takes the place of the path before the other ranks see it, so all ranks
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -271,11 +271,10 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     lists = []
     for rank in range(num_ranks):
         chunks = (rank, 2 * num_ranks - 1 - rank)
-        numbers: Counter[_Word] = Counter()
+        numbers = defaultdict[_Word, Iterator[int]](count)
         actions = []
         for kind, half in _words(rank, num_ranks, full):
-            microbatch = numbers[kind, half]
-            numbers[kind, half] += 1
+            microbatch = next(numbers[kind, half])
             if microbatch < num_microbatches:
                 actions.append(Action(kind, chunks[half], microbatch))
         lists.append(tuple(actions))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -54,29 +54,22 @@ from zeroshard.sharding.unit import Unit
 
 
 @contextmanager
-def running_part(runtime: Runtime, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
-    """Run a forward or a backward of some units, while graphs of others are alive.
+def running_batch(runtime: Runtime, *, by_autograd: bool = False) -> Iterator[None]:
+    """Run the micro-batches of a batch; no other forward runs between them.
 
     Args:
         runtime: the runtime of the chunks of this rank.
-        name: the name of the forward; a backward with the same name comes to its calls alone.
-        units: the units of the forward; others are not gathered ahead.
+        by_autograd: True where `adds_as_autograd`. Then the batch is one forward of the root, and nothing
+            notices the backwards inside: autograd adds up their gradients in the unsharded parameters.
     """
-    runtime.passes.calls.name, runtime.reducer.order.scope = name, units
-    try:
-        yield
-    finally:
-        runtime.passes.calls.name = runtime.reducer.order.scope = None
-
-
-@contextmanager
-def running_batch(runtime: Runtime) -> Iterator[None]:
-    """Run the micro-batches of a batch; no other forward runs between them."""
-    passes = runtime.passes
+    passes, units = runtime.passes, runtime.units if by_autograd else runtime.passes.quiet
     runtime.state.moments.add(Moment.BATCH)
-    passes.passive = passes.quiet
     try:
-        for unit in passes.quiet:
+        if by_autograd:
+            passes.listen(False)
+            passes.before_forward(runtime.root)
+        passes.passive = units
+        for unit in units:
             unit.slots.install()
         yield
         runtime.check_edits()
@@ -85,11 +78,30 @@ def running_batch(runtime: Runtime) -> Iterator[None]:
         raise
     finally:
         passes.passive = ()
+        if by_autograd:
+            passes.exit_forward(runtime.root)
+            passes.listen()
         runtime.state.moments.remove(Moment.BATCH)
         passes.calls.named.clear()
-        for unit in passes.quiet:
+        passes.calls.name = runtime.reducer.order.scope = None
+        for unit in units:
             unit.slots.uninstall()
         runtime.reshard()
+
+
+def adds_as_autograd(runtime: Runtime) -> bool:
+    """True if nothing is gathered, exchanged, scaled or cast in a batch: autograd's sums have the same bits.
+
+    Hooks of the user on a parameter may look at its `grad`, which such sums reach after the batch.
+    """
+    trained = [buffer for buffer in runtime.buffers if buffer.trainable]
+    return not (
+        runtime.reducer.is_half
+        or runtime.context.output_dtype is not None
+        or any(unit.buffers and unit.plan.needs_turns for unit in runtime.units)
+        or any(buffer.plan.compute_dtype != buffer.plan.wide_dtype for buffer in trained)
+        or any(parameter._backward_hooks for buffer in trained for parameter in buffer.unsharded)
+    )
 
 
 class BatchPiece(NamedTuple):
@@ -160,9 +172,7 @@ class BatchComparison:
             had it before, the tensors between chunks have the forms that they had then. It raises a
             RuntimeError if the batches differ, or if a container was given hooks.
         """
-        value = crc32(repr(shapes).encode())
-        if self._counts():
-            value = _checksum(batch, value)
+        value = self._added(batch, crc32(repr(shapes).encode()))
         with past_guards():
             trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
         has_changed, self._trained = self._trained not in (None, trained), trained
@@ -182,8 +192,7 @@ class BatchComparison:
 
     def note(self, batch: Any) -> None:
         """Note a batch that is used while other ranks are at other ones; `check_noted` compares it."""
-        if self._counts():
-            self._noted = _checksum(batch, self._noted)
+        self._noted = self._added(batch, self._noted)
 
     def check_noted(self) -> None:
         """Compare the batches that were noted; collective.
@@ -194,10 +203,10 @@ class BatchComparison:
         value, self._noted = self._noted, 0
         self._refuse_others(self._axis.any(_flags(value), "comparison of the batches of a list")())
 
-    def _counts(self) -> bool:
-        """Count a batch; True if its values are compared, as in batches 1, 2, 4, 8 and so on."""
+    def _added(self, batch: Any, value: int) -> int:
+        """Count a batch; return the checksum with its values if these are compared, as in 1, 2, 4, 8, ..."""
         self._num_batches += 1
-        return not self._num_batches & (self._num_batches - 1)
+        return value if self._num_batches & (self._num_batches - 1) else _checksum(batch, value)
 
     def _refuse_others(self, found: list[bool]) -> None:
         if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
@@ -260,8 +269,6 @@ class PipelineTraining:
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
         self._shared = Shared(runtime, self._messages)
         self._shared.start(optimizer)
-        self._products: Products | None = None
-        """Made for the first backward in two halves: without these, layers run as they are."""
         self._runners: dict[tuple[int, bool, int], Runner] = {}
         """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunks}
@@ -282,6 +289,8 @@ class PipelineTraining:
         """Returns the name of an action in messages."""
         self._runner: Runner
         """The runner of the list."""
+        self._by_autograd = False
+        """True while a list runs whose sums are left to autograd."""
         self._scales: list[float] = []
         """The numbers by which the gradients of the steps to come are divided."""
         self._comparison = BatchComparison(self._axes.pp, runtime.parameters, part.chunked.containers)
@@ -318,21 +327,19 @@ class PipelineTraining:
                 has the micro-batches of one batch, and there are several.
             RuntimeError: the ranks of the pipeline have different batches.
         """
-        if self.method is None:
-            self._factor = (loss_scale or 1.0) / num
-            runner = self._begin(num, has_backward=True)
-            self._scales = [loss_scale or 1.0]
-            means = self._run(runner, batches, num_batches, num)
-            self._runtime.before_step()  # sums of a rank whose last backward has brought nothing
-            self._shared.add_gradients()
-            take_step(nullcontext())
-            return means()  # ranks whose list ends early have stepped meanwhile
         if num_batches > 1 and self._part.config.pipeline.schedule not in ASYNCHRONOUS:
             raise ValueError(
                 "train_batches() with a list of your own in pipeline.schedule: expected 1 batch, whose "
                 f"micro-batches the list has, got {num_batches}: call train_batch() for each"
             )
         runner = self._begin(num * num_batches, has_backward=True, steps_taken=steps_taken)
+        if self.method is None:
+            self._factor, self._scales = (loss_scale or 1.0) / num, [loss_scale or 1.0]
+            means = self._run(runner, batches, num_batches, num)
+            self._runtime.before_step()  # sums of a rank whose last backward has brought nothing
+            self._shared.add_gradients()
+            take_step(nullcontext())
+            return means()  # ranks whose list ends early have stepped meanwhile
         self._factor, self._take_step, self._scales = 1.0, take_step, list(map(float, runner.ends.values()))
         try:
             with self.method.batch(runner.schedule, steps_taken):
@@ -387,8 +394,12 @@ class PipelineTraining:
 
         device = self._runtime.context.device
         self._piece_of, self._losses = piece_of, []
+        self._by_autograd = self.method is None and adds_as_autograd(self._runtime)
         try:
-            with own_numbers(device, self._messages.rank), running_batch(self._runtime):
+            with (
+                own_numbers(device, self._messages.rank),
+                running_batch(self._runtime, by_autograd=self._by_autograd),
+            ):
                 runner.run(agree)
         finally:
             self._piece_of, self._runtime.here.action = None, ""
@@ -413,8 +424,7 @@ class PipelineTraining:
 
         The first one gets no inputs and takes the micro-batch's; the last one returns its loss alone.
         """
-        again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
-        with running_part(self._runtime, (chunk, microbatch), self._units[chunk]), again:
+        with self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext():
             return self._compute(chunk, microbatch, inputs)
 
     @contextmanager
@@ -452,24 +462,26 @@ class PipelineTraining:
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one before a step reduces what ends with it."""
         reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
-        name = chunk, self._action.microbatch
-        comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
+        self._runtime.state.has_sums |= self._by_autograd
+        comes_through_units = self._by_autograd or self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
-        part = running_part(self._runtime, name, self._units[chunk])
         # The last backward of the rank reduces all that are left.
         ending = self._own_units[chunk] if is_last and has_more else frozenset[Unit]()
-        with part, reducer.next_backward(has_more, but=ending, scale=self._scales[0]), delivering:
+        with reducer.next_backward(has_more, but=ending, scale=self._scales[0]), delivering:
             run()
         if ending:  # nothing may have come here, unlike on other ranks
             reducer.start_ahead(ending)
         if self._action.kind in END_BACKWARD:
-            self._runtime.passes.calls.named.pop(name, None)  # no backward comes to it any more
+            self._runtime.passes.calls.named.pop(self._action.place, None)  # no backward comes to it any more
 
     def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.deferring`."""
-        if self._products is None:
-            self._products = Products(self._runtime.module, self._runtime.changes)
         return self._products.deferring(waiting)
+
+    @functools.cached_property
+    def _products(self) -> Products:
+        """Made for the first backward in two halves: without these, layers run as they are."""
+        return Products(self._runtime.module, self._runtime.changes)
 
     def act(self, action: Action) -> None:
         """Unshard or reshard the units of a chunk, or take a step."""
@@ -486,9 +498,16 @@ class PipelineTraining:
             self._runtime.reshard(self._units[action.chunk])
 
     def enter(self, action: Action) -> None:
-        """Note the action that begins, for messages about a rank that is lost."""
-        self._action = action
-        self._runtime.here.action = self._described(action)
+        """Note the action that begins, also for messages about a rank that is lost.
+
+        Graphs of other micro-batches are alive. A backward comes to the calls of the forward with its name
+        alone. Units of other chunks are not gathered ahead.
+        """
+        self._action, runtime = action, self._runtime
+        runtime.here.action = self._described(action)
+        runtime.here.exit()
+        if action.chunk is not None:
+            runtime.passes.calls.name, runtime.reducer.order.scope = action[1:], self._units[action.chunk]
         if self.method is not None and self._take_step is not None:
             self.method.enter(action)
 
