@@ -82,7 +82,8 @@ class Messages:
             ValueError: the forms of so many tensors do not go into a header.
         """
         under_way = self._sent.setdefault(target, deque())
-        self._end(under_way, most=self.most_sends - 1)
+        while len(under_way) >= self.most_sends:
+            self._end_first(under_way)
         values = [tensor.detach().contiguous() for tensor in tensors]
         works, memory = [], [*values]
         if with_forms:
@@ -128,14 +129,13 @@ class Messages:
     def finish(self) -> None:
         """Wait until all messages of this rank are gone."""
         for under_way in self._sent.values():
-            self._end(under_way)
+            while under_way:
+                self._end_first(under_way)
 
-    def _end(self, under_way: deque[_Sent], most: int = 0) -> None:
-        """Wait for the oldest messages until so many are left."""
-        while len(under_way) > most:
-            works, _, label = under_way[0]
-            self.wait(works, f"send of the {label}")
-            under_way.popleft()  # its memory may go now
+    def _end_first(self, under_way: deque[_Sent]) -> None:
+        works, _, label = under_way[0]
+        self.wait(works, f"send of the {label}")
+        under_way.popleft()  # its memory may go now
 
     def wait(self, works: Sequence[dist.Work | None], label: str, *, on_host: bool = False) -> None:
         """Wait for works: the host on CPUs and for forms, the current stream on an accelerator."""

@@ -112,8 +112,7 @@ class Gradients:
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
-        flat = () if self.flat is None else (self.flat,)
-        return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
+        return sum(one.nbytes for one in (self.flat, *self._reduced.values()) if one is not None)
 
     def begin(self, role: Role, steps: bool = False) -> None:
         """Begin a backward, which `steps` units or not. New gradients are added to those that exist."""

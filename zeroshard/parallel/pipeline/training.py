@@ -92,15 +92,16 @@ def running_batch(runtime: Runtime, *, by_autograd: bool = False) -> Iterator[No
 def adds_as_autograd(runtime: Runtime) -> bool:
     """True if nothing is gathered, exchanged, scaled or cast in a batch: autograd's sums have the same bits.
 
-    Hooks of the user on a parameter may look at its `grad`, which such sums reach after the batch.
+    Hooks of the user on a parameter may look at its `grad`, which such sums reach after the batch. Ranks that
+    agree at the end of each backward may differ in hooks.
     """
-    trained = [buffer for buffer in runtime.buffers if buffer.trainable]
     return not (
-        runtime.reducer.is_half
+        runtime.context.axes.everyone.size > 1
+        or runtime.reducer.is_half
         or runtime.context.output_dtype is not None
         or any(unit.buffers and unit.plan.needs_turns for unit in runtime.units)
-        or any(buffer.plan.compute_dtype != buffer.plan.wide_dtype for buffer in trained)
-        or any(parameter._backward_hooks for buffer in trained for parameter in buffer.unsharded)
+        or any(buffer.plan.compute_dtype != buffer.plan.wide_dtype for buffer in runtime.buffers)
+        or any(parameter._backward_hooks for buffer in runtime.buffers for parameter in buffer.unsharded)
     )
 
 
@@ -285,8 +286,6 @@ class PipelineTraining:
         """The micro-batches so far with their losses."""
         self._action = STEP
         """The action that runs."""
-        self._described = functools.cache(f"{{}} of pipeline rank {self._messages.rank}".format)
-        """Returns the name of an action in messages."""
         self._runner: Runner
         """The runner of the list."""
         self._by_autograd = False
@@ -504,7 +503,7 @@ class PipelineTraining:
         alone. Units of other chunks are not gathered ahead.
         """
         self._action, runtime = action, self._runtime
-        runtime.here.action = self._described(action)
+        runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
         runtime.here.exit()
         if action.chunk is not None:
             runtime.passes.calls.name, runtime.reducer.order.scope = action[1:], self._units[action.chunk]
