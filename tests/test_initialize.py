@@ -20,7 +20,6 @@ from tests.ranks import on_ranks
 from zeroshard import Config, Engine, Initialized
 from zeroshard.agreement import check_agreement
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.internals.warn import first_of
 from zeroshard.plan.units import find_units
 
@@ -361,10 +360,10 @@ def layers_by_name(num):
 def bytes_of_agreement(num):
     """What a rank sends to agree on a model of `num` parameters."""
     model = layers_by_name(num)
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20)
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), timeout_s=20)
     config = Config()
     check_agreement(axis, model, config, find_units(model, None), torch.optim.SGD(model.parameters()), {})
-    return sum(axis.counter.bytes_sent.values())
+    return sum(axis.ledger.counter.bytes_sent.values())
 
 
 @on_ranks(2)

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import streams
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
@@ -67,7 +66,7 @@ def shard_in_place(
         raise ValueError("config key 'recompute': expected 'none', 'lean' or 'unit' for shard(), got 'auto'")
     refuse_recording("shard")
     device = use_device(config.device or _device_of(module, mesh))
-    world = open_world(device, Counter(), config.watchdog_s)
+    world = open_world(device, config.watchdog_s)
     watch(world)
     axes = open_data_parallel(config, world, mesh)
     specs = specify_units(module, config)

@@ -329,7 +329,7 @@ def subscribe(
         changes.set(waits, "wait_for", partial(wait_for, waits.wait_for))
         changes.set(here, "enter", partial(enter, here.enter))
         changes.set(runtime, "after_step", end_step)
-        here.exit()
+        here.enter(here.OUTSIDE)
         yield
     finally:
         changes.undo()

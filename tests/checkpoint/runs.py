@@ -24,7 +24,6 @@ from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.save import write as write_snapshot
 from zeroshard.checkpoint.tensors import Stored, TensorReader, TensorSlice
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.stores.store import TierMemory
 
@@ -296,5 +295,5 @@ def snapshot_of(folder: Path, parts: list[TensorSlice], device: torch.device) ->
 def write(folder: Path, parts: list[TensorSlice]) -> None:
     """Write it without ranks."""
     device = torch.device("cpu")
-    axis = Axis(None, device=device, counter=Counter(), timeout_s=10)
+    axis = Axis(None, device=device, timeout_s=10)
     write_snapshot(snapshot_of(folder, parts, device), axis)

@@ -20,7 +20,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def world(timeout_s=20.0):
-    return Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=timeout_s)
+    return Axis(dist.group.WORLD, device=CPU, timeout_s=timeout_s)
 
 
 def values_of(rank, size, dtype, salt=0):
@@ -195,7 +195,7 @@ def test_counts_are_those_of_the_formula_and_of_what_is_sent(num_ranks):
     for kind, (wire, dtype) in itertools.product(
         ("all_gather", "reduce_scatter"), ((FP32, FP32), (BF16, FP32))
     ):
-        axis.counter.reset()
+        axis.ledger.counter = Counter()
         flat = torch.zeros(axis.size * size, dtype=wire)
         own, out = flat.chunk(axis.size)[axis.rank], torch.empty(size, dtype=dtype)
         with mock.patch.object(dist.ProcessGroup, "send", SendCounter()) as counter:
@@ -204,7 +204,7 @@ def test_counts_are_those_of_the_formula_and_of_what_is_sent(num_ranks):
                     axis.all_gather(flat, own, tag=0, label="test").wait()
                 else:
                     axis.reduce_scatter(flat, out, pool, tag=0, label="test").wait()
-        report, num = measure_traffic(axis.counter), 2 * (num_ranks - 1) * size
+        report, num = measure_traffic(axis.ledger.counter), 2 * (num_ranks - 1) * size
         assert report.bytes_sent == dict.fromkeys(KINDS, 0) | {kind: num * wire.itemsize}
         assert report.calls == dict.fromkeys(KINDS, 0) | {kind: 2}
         assert counter.elements == num
@@ -214,7 +214,7 @@ def test_counts_are_those_of_the_formula_and_of_what_is_sent(num_ranks):
 
 
 def test_one_rank_alone_exchanges_nothing_and_copies_only_what_it_must():
-    axis = Axis(None, device=CPU, counter=Counter(), timeout_s=1)
+    axis = Axis(None, device=CPU, timeout_s=1)
     flat, out = torch.arange(4.0), torch.empty(4, dtype=FP64)
     assert (axis.rank, axis.size) == (0, 1)
     axis.all_gather(flat, flat, tag=0, label="test").wait()
@@ -226,7 +226,7 @@ def test_one_rank_alone_exchanges_nothing_and_copies_only_what_it_must():
     assert axis.sum(value, "test")() is value
     assert axis.any([True, False], "test")() == [True, False]
     assert axis.all_gather_object("x", "test") == ["x"]
-    assert not any(axis.counter.calls.values())
+    assert not any(axis.ledger.counter.calls.values())
 
 
 # --------------------------------------------------------------------------------------------- lost ranks

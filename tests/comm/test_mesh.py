@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankError, Ranks, on_ranks
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import (
     build_mesh,
     group_timeout,
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def world():
-    return open_world(CPU, Counter(), 20)
+    return open_world(CPU, 20)
 
 
 def test_a_backend_that_ends_the_process_by_itself_waits_longer_than_the_watchdog():

@@ -83,7 +83,7 @@ def test_a_rank_is_in_what_it_entered_last_and_in_a_collective_while_it_waits():
     assert status.message().seconds == 7.0
     status.wait = None
     assert status.message().text == "is in the backward of unit 'layers.3'"
-    status.exit()
+    status.enter(status.OUTSIDE)
     assert status.message().text == "is outside of forward, backward and optimizer step"
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests.ranks import on_ranks
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.lifecycle import open_watchdog
 from zeroshard.comm.watch.watchdog import Waits
 
@@ -40,7 +39,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_errors_of_the_backend_are_told_without_places_in_its_code(theirs, ours):
-    error = Waits("rank 0 of 2", CPU, 1.0, Counter()).error("first thing", RuntimeError(theirs))
+    error = Waits("rank 0 of 2", CPU, 1.0).error("first thing", RuntimeError(theirs))
     assert ours in str(error)
     assert "third_party" not in str(error)
 
@@ -49,7 +48,7 @@ def test_errors_of_the_backend_are_told_without_places_in_its_code(theirs, ours)
 @on_ranks(2)
 def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(kind):
     """Rank 1 stays away, and another thread interrupts."""
-    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=30.0)
+    axis = Axis(dist.group.WORLD, device=CPU, timeout_s=30.0)
     if axis.rank == 1:
         return
 
@@ -70,7 +69,7 @@ def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(kind):
 
 @on_ranks(2)
 def test_the_text_of_the_backend_is_not_printed_beside_ours():
-    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=0.2)
+    axis = Axis(dist.group.WORLD, device=CPU, timeout_s=0.2)
     if axis.rank == 1:
         return
     with pytest.raises(RuntimeError) as caught:
@@ -83,7 +82,7 @@ def test_the_text_of_the_backend_is_not_printed_beside_ours():
 
 def open_on_hosts(hosts, master, timeout_s):
     """The address of the store, and the warnings; ranks have hosts of these names."""
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=timeout_s)
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), timeout_s=timeout_s)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(socket, "gethostname", lambda: hosts[axis.rank])

@@ -19,7 +19,6 @@ from zeroshard import Config
 from zeroshard.assemble import shard_over
 from zeroshard.codec import DamageError
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.lazy.deferred import is_stored, values_of
 from zeroshard.parallel.tensor.division import Division
@@ -187,7 +186,7 @@ class Alone(Axis):
 
 def load_as_one_of_many(folder: str) -> tuple[int, int, int]:
     """The growth of peak memory, and the bytes of a shard and of the largest parameter."""
-    axis = Alone(None, device=torch.device("cpu"), counter=Counter(), timeout_s=10)
+    axis = Alone(None, device=torch.device("cpu"), timeout_s=10)
     sizes, config = list[int](), Config()
     zeroshard.from_pretrained(LlamaForCausalLM, folder)  # imports all that it needs
     axis.rank, axis.size = RANK, NUM_RANKS

@@ -177,7 +177,7 @@ def test_no_more_gradients_are_packed_at_once_than_those_of_the_units_ahead_and_
     torch.manual_seed(0)
     engine, _ = start(Chain(sizes), "SGD", stage=stage, num_prefetch=ahead)
     pool, live, packed, pooled = engine._runtime.reducer.pool, {}, [], []
-    totals, take, drop = {b.layout.total for b in engine._runtime.buffers}, pool.take, pool.drop
+    totals, take, give = {b.layout.total for b in engine._runtime.buffers}, pool.take, pool.give
 
     def taken(dtype, num):
         buffer = take(dtype, num)
@@ -187,11 +187,11 @@ def test_no_more_gradients_are_packed_at_once_than_those_of_the_units_ahead_and_
         pooled.append(pool.num_bytes)
         return buffer
 
-    def dropped(buffer):
+    def given(buffer):
         live.pop(id(buffer), None)
-        drop(buffer)
+        give(buffer)
 
-    with mock.patch.object(pool, "take", taken), mock.patch.object(pool, "drop", dropped):
+    with mock.patch.object(pool, "take", taken), mock.patch.object(pool, "give", given):
         for number in range(3):
             engine.backward(engine(numbers(number, 5, 7), cut).square().mean())
             engine.step()

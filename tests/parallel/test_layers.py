@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.parallel.models import build
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.division import match, plan_division, plan_of
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.sequence import Activations
@@ -61,7 +60,7 @@ PLAN = {
 
 def compared():
     """Outputs and gradients of divided layers, beside those of whole ones."""
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), timeout_s=20.0)
     over, changes = Activations(axis, tag=1), Changes()
     whole, model = Model().double(), Model().double()
     layers = match(model, PLAN, over.size)

@@ -17,7 +17,6 @@ from tests.parallel.models import GROUPED, VOCABULARY, build
 from tests.parallel.runs import Kind, compare, divided, initialize, plain
 from tests.ranks import on_ranks
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.losses import Classes, cross_entropy, embed
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.plan.layout import Span
@@ -118,16 +117,16 @@ def test_a_loss_of_the_model_is_over_all_logits_or_an_error():
 
 def largest_exchange(plan_of_head):
     """The most bytes of an exchange of a training step in which logits are most of what is computed."""
-    sizes, note = [], Axis.note
+    sizes = []
 
-    def noted(axis, kind, num_bytes, label, *line):
+    def noted(label, line, kind, num_bytes):
         sizes.append(num_bytes)
-        note(axis, kind, num_bytes, label, *line)
+        return label
 
     model = build("Llama", vocab_size=64 * VOCABULARY)
     plan = None if plan_of_head is None else dict(model.tp_plan) | {"lm_head": plan_of_head}
     engine = sharded(model.train(), {"stage": 1, "mesh": {"tp": 2}}, plan)
-    with mock.patch.object(Axis, "note", noted):
+    with mock.patch.object(engine._axes.tp, "note", noted):
         engine.backward(engine(**batches()[0]).loss)
     return max(sizes)
 
@@ -213,8 +212,7 @@ def test_wrong_arguments_are_named():
 
 @on_ranks(2)
 def test_rows_without_tokens_on_a_rank_and_unknown_tokens():
-    counter = Counter()
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=counter, timeout_s=20.0)
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), timeout_s=20.0)
     over, rank = Activations(axis, tag=1), dist.get_rank()
     logits = 30 * torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     logits[1:3, :4] = -torch.inf  # the first rank has no token for these rows
@@ -224,7 +222,7 @@ def test_rows_without_tokens_on_a_rank_and_unknown_tokens():
     head = nn.Module()
     head._classes_of_rank = Classes(own, over, "head")
     loss, want = cross_entropy(part, targets, head), F.cross_entropy(whole, targets)
-    assert sum(counter.calls.values()) == 1
+    assert sum(axis.ledger.counter.calls.values()) == 1
     loss.backward()
     want.backward()
     torch.testing.assert_close(loss, want)

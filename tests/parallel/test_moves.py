@@ -5,12 +5,11 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.sequence import Activations
 
 
 def tensor_ranks():
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), timeout_s=20.0)
     return Activations(axis, tag=3)
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from tests.distributed.training import build
 from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config
 from zeroshard.parallel.tensor.division import Division
@@ -291,7 +290,7 @@ def test_what_sharding_would_break_is_refused_by_name(make, words):
 def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
     model = nn.Sequential(nn.Linear(2, 2), Holder(weight=nn.Parameter(torch.empty(2, device="meta"))))
     device = torch.device("cpu")
-    axes = Axes.of_one_group(None, Axis(None, device=device, counter=Counter(), timeout_s=10))
+    axes = Axes.of_one_group(None, Axis(None, device=device, timeout_s=10))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
         shard_over(model, Division([], find_units(model, None)), Config(), axes)
     assert not model[0].weight.is_meta

@@ -51,7 +51,7 @@ def shard_net(axis=None, **options):
     net = seeded(Net)
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     config = Config(units=["Sequential"], **options)
-    axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)
+    axis = axis or Axis(None, device=CPU, timeout_s=10)
     runtime = shard_over(net, undivided(net, config.units), config, Axes.of_one_group(None, axis))
     root, inner = runtime.units
     optimizer = torch.optim.SGD(net.parameters())
@@ -68,7 +68,7 @@ def shard_net(axis=None, **options):
 
 
 def world():
-    return Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20)
+    return Axis(dist.group.WORLD, device=CPU, timeout_s=20)
 
 
 def unsharded_values(unit):
@@ -94,15 +94,15 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
 @on_ranks(3)
 def test_a_gather_is_started_once_and_brings_rank_0s_values_to_every_rank():
     sharded = shard_net(world(), stage=3)
-    counter, unit = sharded.axis.counter, sharded.inner
+    ledger, unit = sharded.axis.ledger, sharded.inner
     owned = torch.tensor(sum(parameter.numel() for parameter in unit.buffers[0].sharded))
-    counter.reset()
+    ledger.counter = Counter()
     unit.unshard()
     unit.unshard()
     unit.wait()
     unit.wait()
     unit.unshard()
-    assert counter.calls["all_gather"] == 1
+    assert ledger.counter.calls["all_gather"] == 1
     unit.reshard()
     assert storage_bytes(unit) == 0
     unit.unshard()

@@ -26,16 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm import streams
-from zeroshard.comm.counter import ALL_REDUCE, ALL_TO_ALL, Counter
+from zeroshard.comm.counter import ALL_REDUCE, ALL_TO_ALL
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch.status import (
-    CONTROL,
-    GATHER,
-    REDUCE,
-    TENSOR,
-    find_difference,
-    is_proven,
-)
+from zeroshard.comm.watch.status import CONTROL, GATHER, REDUCE, TENSOR, find_difference
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
@@ -56,9 +49,6 @@ class Pending:
     kind: str
     works: Sequence[dist.Work | None]
     then: Callable[[], object] = object
-
-    def __post_init__(self) -> None:
-        self.axis.under_way.add(self)
 
     def wait(self) -> None:
         """Have the host wait until all values have arrived. A second call does nothing.
@@ -88,7 +78,6 @@ class Axis:
     Args:
         group: the process group of the axis; None for a single rank.
         device: the device of the tensors.
-        counter: counts the traffic.
         timeout_s: seconds that a rank waits in a collective before it gives up.
         control: a group for small CPU tensors; None uses `group`, which must then be a Gloo one.
         waits: the waits of another axis, if both share the ledger and the watchdog.
@@ -99,18 +88,18 @@ class Axis:
         group: dist.ProcessGroup | None,
         *,
         device: torch.device,
-        counter: Counter,
         timeout_s: float,
         control: dist.ProcessGroup | None = None,
         waits: Waits | None = None,
     ) -> None:
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.size: int = dist.get_world_size(group) if group is not None else 1
-        self.waits = waits or Waits(f"rank {self.rank} of {self.size}", device, timeout_s, counter)
+        self.waits = waits or Waits(f"rank {self.rank} of {self.size}", device, timeout_s)
         """Waits are shared with derived axes, so messages name the rank in the first one."""
         self.ledger = self.waits.ledger
         """The collectives that this rank has issued over this axis and axes that were derived from it."""
-        self.counter = counter
+        self.note: Callable[..., str] = self.ledger.note
+        """Notes a collective of this axis and returns its name in messages, see `Ledger.note`."""
         self.under_way: set[Pending] = set()
         self.groups = dict.fromkeys((GATHER, REDUCE), group)
         """A communicator runs its collectives one by one. Reductions may have another one of the same ranks,
@@ -120,8 +109,6 @@ class Axis:
         self.timeout_s = timeout_s
         self.exchanges = not streams.has_streams(device)
         """True if pairs of ranks send and receive; False if the backend's collectives are used."""
-        self._line: str | None = None
-        self._place = ""
         self.first_tag = 0
         """The first tag of this engine's range, which no other engine uses."""
         # Peers from the next rank on, so that not all ranks send to the same one at first.
@@ -129,9 +116,8 @@ class Axis:
         self.device = device
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
-        """Return an axis over other ranks, on the same device, with the same counter, ledger and watchdog."""
-        shared: dict[str, Any] = {"device": self.device, "counter": self.counter, "waits": self.waits}
-        return Axis(group, timeout_s=self.timeout_s, control=control, **shared)
+        """Return an axis over other ranks, on the same device, with the same ledger and watchdog."""
+        return Axis(group, device=self.device, timeout_s=self.timeout_s, control=control, waits=self.waits)
 
     @property
     def global_ranks(self) -> list[int]:
@@ -145,7 +131,8 @@ class Axis:
         Data-parallel ranks may call a model unevenly, so collectives are not compared between these ranks.
         Messages name the ranks, because there are other groups with a collective of the same name.
         """
-        self._line, self._place = TENSOR, f" over the tensor ranks {self.global_ranks}"
+        note, place = self.ledger.note, f" over the tensor ranks {self.global_ranks}"
+        self.note = lambda label, _, *sent: note(label, TENSOR, *sent) + place
         self.ledger.groups[TENSOR] = self.global_ranks[0]
 
     def watch(self, watchdog: Watchdog) -> None:
@@ -167,11 +154,16 @@ class Axis:
             kind: one of the kinds of a counter.
         """
         try:  # a context manager costs as much as all else here
-            self.waits.check()
+            if self.waits.rank_status.is_interrupted:
+                raise RuntimeError  # `error` gives the reason
             work = collective(async_op=self.exchanges)
         except RuntimeError as error:
             raise self.waits.error(label, error) from None
-        return Pending(self, label, kind, [work]) if self.exchanges else self.waits.issue(label)
+        if not self.exchanges:
+            return self.waits.issue(label)
+        pending = Pending(self, label, kind, [work])
+        self.under_way.add(pending)
+        return pending
 
     def all_gather(
         self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER, chunks: Parts = ()
@@ -187,18 +179,17 @@ class Axis:
             channel: the communicator, GATHER or REDUCE; both halves of an all-reduce use the same one.
             chunks: `flat.chunk(size)`, if the caller keeps it.
         """
-        chunks, is_sent = chunks or flat.chunk(self.size), self.size > 1 and flat.numel() > 0
-        works: list[dist.Work] = []
-        if is_sent:
-            label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)
+        chunks, pending = chunks or flat.chunk(self.size), None
+        if self.size > 1 and flat.numel():
+            label = self.note(label, channel, "all_gather", own.nbytes * (self.size - 1))
             if not self.exchanges:
                 gather = functools.partial(dist.all_gather_into_tensor, flat, own, group=self.groups[channel])
                 return self.start(gather, label)
-            works = self.exchange(dict.fromkeys(self._peers, own), chunks, tag, label)
+            pending = self.exchange(dict.fromkeys(self._peers, own), chunks, tag, label, "all_gather")
         place = chunks[self.rank]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)  # while the exchange runs
-        return Pending(self, label, "all_gather", works) if is_sent else streams.mark_here(self.device)
+        return pending or streams.mark_here(self.device)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -215,7 +206,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return streams.mark_here(self.device)
-        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
+        label = self.note(label, REDUCE, "reduce_scatter", own.nbytes * (self.size - 1))
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             scatter = functools.partial(dist.reduce_scatter_tensor, target, flat, group=self.groups[REDUCE])
@@ -225,16 +216,16 @@ class Axis:
             out.copy_(target)  # on the same stream, where `target` is freed as well
             return streams.mark_here(self.device)
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
-        works = self.exchange(chunks, received, tag, label)
         parts = [received.get(rank, own) for rank in range(self.size)]
-        return Pending(self, label, "reduce_scatter", works, functools.partial(_add, parts, own, out, pool))
+        add = functools.partial(_add, parts, own, out, pool)
+        return self.exchange(chunks, received, tag, label, "reduce_scatter", add)
 
     def all_reduce(self, values: Tensor, label: str) -> Handle:
         """Begin to sum contiguous values over the ranks, in place, by the backend's own collective.
 
         On an accelerator it is on the current stream. Nobody reads or writes `values` meanwhile.
         """
-        label = self.note(ALL_REDUCE, 2 * values.nbytes * (self.size - 1) // self.size, label)
+        label = self.note(label, CONTROL, ALL_REDUCE, 2 * values.nbytes * (self.size - 1) // self.size)
         reduce = functools.partial(dist.all_reduce, values, group=self.groups[GATHER])
         return self.start(reduce, label, ALL_REDUCE)
 
@@ -246,7 +237,7 @@ class Axis:
         """
         if self.size > 1 and tensor.numel():
             num_bytes = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
-            label = self.note("control", num_bytes, label)
+            label = self.note(label, CONTROL, CONTROL, num_bytes)
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
             broadcast = functools.partial(dist.broadcast, raw, group=self.groups[GATHER], group_src=0)
@@ -271,13 +262,13 @@ class Axis:
             return lambda: list(flags)
         proof = self.ledger.proof() if compares else []
         bitmap = torch.tensor([*flags, *proof], dtype=torch.uint8, device="cpu")
-        label = self.note("control", bitmap.numel(), label)
+        label = self.note(label, CONTROL, CONTROL, bitmap.numel())
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self.control, async_op=True)
 
         def answer() -> list[bool]:
             self.waits.wait_for([work], label)
             maxima = bitmap.tolist()
-            if not is_proven(maxima[len(flags) :]):
+            if maxima[len(flags) :] != proof:
                 everyone = self.all_gather_object(self.ledger.entries(), "comparison of collectives")
                 difference = find_difference(dict(enumerate(everyone)))
                 raise RuntimeError(f"{self.waits.who}: {difference or _OLDER}")
@@ -297,7 +288,7 @@ class Axis:
         """
         if self.size == 1:
             return lambda: value
-        label = self.note("control", value.numel() * value.element_size(), label)
+        label = self.note(label, CONTROL, CONTROL, value.nbytes)
         parts = [torch.empty_like(value) for _ in range(self.size)]
         gather = functools.partial(dist.all_gather, parts, value, group=self.groups[REDUCE])
         handle = self.start(gather, label)
@@ -313,7 +304,7 @@ class Axis:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        label = self.note("control", own.numel(), label)
+        label = self.note(label, CONTROL, CONTROL, own.numel())
         sizes = torch.cat(self._gather_small(torch.tensor([own.numel()], device="cpu"), label)).tolist()
         everyone = self._gather_small(nn.functional.pad(own, (0, max(sizes) - own.numel())), label)
         return [pickle.loads(part.numpy().tobytes()) for part in everyone]  # it reads no padding
@@ -323,12 +314,6 @@ class Axis:
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self.waits.wait_for([dist.all_gather(parts, value, group=self.control, async_op=True)], label)
         return parts
-
-    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> str:
-        """Count and note a collective that sends `num_bytes`; return its name in messages."""
-        self.counter.add(kind, num_bytes)
-        self.ledger.note(label, self._line or line)
-        return label + self._place
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for exchanges under way and forget the process groups.
@@ -356,8 +341,16 @@ class Axis:
                 for work in filter(None, works):
                     work.wait(timedelta(seconds=max(0.01, until - time.monotonic())))
 
-    def exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work]:
-        """Start to send and receive one tensor to and from every other rank."""
+    def exchange(
+        self,
+        sent: Parts,
+        received: Parts,
+        tag: int,
+        label: str,
+        kind: str,
+        then: Callable[[], object] = object,
+    ) -> Pending:
+        """Start to send and receive one tensor to and from every other rank; see `Pending`."""
         works: list[dist.Work] = []
         group, tag = self.groups[GATHER], self.first_tag + tag
         assert group is not None, "the axis has other ranks, and is not closed"
@@ -367,7 +360,9 @@ class Axis:
                 works.append(group.send([sent[peer]], peer, tag))
         except RuntimeError as error:
             raise self.waits.error(label, error) from None
-        return works
+        pending = Pending(self, label, kind, works, then)
+        self.under_way.add(pending)
+        return pending
 
 
 def _add(parts: Sequence[Tensor], own: Tensor, out: Tensor, pool: BufferPool) -> None:
@@ -414,7 +409,7 @@ def all_to_all(
     pieces = [piece.view(torch.uint8) for _, piece in sent]
     out = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=axis.device)
     received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=axis.device)
-    label = axis.note(ALL_TO_ALL, out.numel(), label, REDUCE)
+    label = axis.note(label, REDUCE, ALL_TO_ALL, out.numel())
     exchange = functools.partial(dist.all_to_all_single, received, out, *sizes, group=axis.groups[REDUCE])
     axis.start(exchange, label, ALL_TO_ALL).wait()
     parts: Sequence[Tensor] = received.split([num_bytes for _, num_bytes in expected])

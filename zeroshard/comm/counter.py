@@ -10,19 +10,15 @@ KINDS = ("all_gather", "reduce_scatter", ALL_REDUCE, ALL_TO_ALL, "point_to_point
 """`all_to_all` is the traffic of optimizers that compute with whole tensors, `point_to_point` the
 traffic of pipelines; `control` are small agreements outside of the wire formula."""
 
+SILENT = "silent"
+"""The kind of what ranks compare and do not send, such as a step."""
+
 
 @dataclass
 class Counter:
     """Running sums since the last reset, by collective; `CommReport` says what they are."""
 
-    bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*KINDS, SILENT), 0))
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*KINDS, SILENT), 0))
     waited_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     since: float = field(default_factory=time.monotonic)
-
-    def add(self, kind: str, num_bytes: int) -> None:
-        self.bytes_sent[kind] += num_bytes
-        self.calls[kind] += 1
-
-    def reset(self) -> None:
-        vars(self).update(vars(Counter()))

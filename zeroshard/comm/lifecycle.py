@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes, open_group, open_world, start_process_group, stop_process_group
 from zeroshard.comm.watch.status import Status
 from zeroshard.comm.watch.watchdog import STORE_S, Watchdog
@@ -70,7 +69,7 @@ def start_world(device: torch.device, timeout_s: float) -> Axis:
     """
     if start_process_group(device, timeout_s):
         _lifecycle.stop_group = stop_process_group
-    world = open_world(device, Counter(), timeout_s)
+    world = open_world(device, timeout_s)
     close_at_exit(world)
     watch(world)
     return world
@@ -130,6 +129,6 @@ def open_background(axis: Axis) -> Axis:
     The watchdog does not watch it, and it is closed at exit.
     """
     group = open_group("background", [axis.global_ranks], axis.timeout_s, "gloo")
-    own = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=axis.timeout_s)
+    own = Axis(group, device=torch.device("cpu"), timeout_s=axis.timeout_s)
     close_at_exit(own)
     return own

@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.watch.status import GATHER, REDUCE
 from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement, groups_along
@@ -287,7 +286,7 @@ class Axes:
         self.mesh = None
 
 
-def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis:
+def open_world(device: torch.device, timeout_s: float) -> Axis:
     """Return the axis of all ranks of the default group; collective. `Axis` has the same arguments.
 
     Raises:
@@ -296,7 +295,7 @@ def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis
     ranks, world = list(range(dist.get_world_size())), dist.group.WORLD
     assert world is not None, "its size was asked"
     control = _control_group(world, [ranks], timeout_s)
-    return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
+    return Axis(world, device=device, timeout_s=timeout_s, control=control)
 
 
 def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1, *, is_local: bool = False) -> Axes:

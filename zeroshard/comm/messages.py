@@ -93,7 +93,9 @@ class Messages:
             memory.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             works.append(self.transfer(memory[-1], self.rank, target, on_host=True))
         works += [self.transfer(_bytes_of(value), self.rank, target) for value in values if value.numel()]
-        self._axis.counter.add(POINT_TO_POINT, sum(one.nbytes for one in memory))
+        counter = self._axis.ledger.counter
+        counter.bytes_sent[POINT_TO_POINT] += sum(one.nbytes for one in memory)
+        counter.calls[POINT_TO_POINT] += 1
         under_way.append((works, memory, label))
 
     def expect(self, source: int, label: str, forms: Forms | None) -> Callable[[], list[Tensor]]:

@@ -43,10 +43,11 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, as `take` returned it; its former user does not touch it again."""
-        self.drop(buffer)
+        self._bytes_in_use -= buffer.nbytes
         if self._keeps:
             self._free.append(buffer)
-            self.num_bytes += buffer.nbytes
+        else:
+            self.num_bytes -= buffer.nbytes
 
     def drop(self, buffer: Tensor) -> None:
         """Drop a buffer of `take`: it has another owner now and will not be given back."""

@@ -239,15 +239,16 @@ class CommReport:
 def comm_report(engine: Engine) -> CommReport:
     """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
     world = engine._axes.world
-    return measure_traffic(world.counter, rank=world.rank, num_ranks=world.size)
+    return measure_traffic(world.ledger.counter, rank=world.rank, num_ranks=world.size)
 
 
 def reset_comm_report(engine: Engine) -> None:
     """Start counting from zero."""
-    engine._axes.world.counter.reset()
+    engine._axes.world.ledger.counter = Counter()
 
 
 def measure_traffic(counter: Counter, *, rank: int = 0, num_ranks: int = 1) -> CommReport:
     """Return the sums of a counter so far, for a report that names one rank of so many."""
-    sums = dict(counter.bytes_sent), dict(counter.calls), dict(counter.waited_s)
-    return CommReport(*sums, time.monotonic() - counter.since, rank, num_ranks)
+    sent, calls = ({kind: sums[kind] for kind in KINDS} for sums in (counter.bytes_sent, counter.calls))
+    waited_s, elapsed_s = dict(counter.waited_s), time.monotonic() - counter.since
+    return CommReport(sent, calls, waited_s, elapsed_s, rank, num_ranks)

@@ -171,7 +171,7 @@ class Passes:
         if self._state.phase is _FORWARD:
             self._here.enter("the forward of ", self._root.described)
         else:
-            self._here.exit()
+            self._here.enter(self._here.OUTSIDE)
 
     def _begin_forward(self) -> None:
         self._state.refuse("a forward", Moment.BETWEEN_STEPS, Moment.FAILED)
@@ -352,7 +352,7 @@ class Passes:
         completes = self._reducer.end()
         self.reshard_all()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
-        self._here.exit()
+        self._here.enter(self._here.OUTSIDE)
         for unit in self._copied:
             unit.check_edits()  # of hooks in the backward, too
         if completes:
@@ -393,7 +393,7 @@ class Passes:
         self._second_graph.end()
         self._reducer.drop_backward()
         self.reshard_all()
-        self._here.exit()
+        self._here.enter(self._here.OUTSIDE)
 
     def drop_graphs(self) -> None:
         """Drop earlier forwards and backwards: after a step no backward goes through them."""

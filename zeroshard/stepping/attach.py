@@ -206,7 +206,7 @@ def _hook(
         sharded = (only_sharded(group["params"]) for group in optimizer.param_groups)
         stepped = {p for parameters in sharded for p in parameters if gradient_of(p) is not None}
         runtime.after_step(stepped, is_last(optimizer))
-        runtime.here.exit()
+        runtime.here.enter(runtime.here.OUTSIDE)
         if engine is not None and (count := engine.count()) is not None:
             count()
         return result

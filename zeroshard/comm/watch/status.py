@@ -13,6 +13,8 @@ from zlib import crc32
 
 import torch.distributed as dist
 
+from zeroshard.comm.counter import SILENT, Counter
+
 GATHER, REDUCE, CONTROL, TENSOR = LINES = ("gather", "reduce", "control", "tensor")
 """The lines of a ledger: parameter gathers, gradient reductions, small agreements, and all that the ranks of
 a tensor group exchange."""
@@ -45,7 +47,7 @@ class Ledger:
     than they reduce.
     """
 
-    __slots__ = ("_digests", "_last", "groups", "name", "part")
+    __slots__ = ("_digests", "_last", "counter", "groups", "name", "part")
 
     def __init__(self) -> None:
         self.name = -1
@@ -56,15 +58,24 @@ class Ledger:
         """By line, the first rank of this rank's group, where there are several: each has an order of its
         own. Shard groups gather, and tensor groups exchange activations, in the forwards of their own
         ranks."""
+        self.counter = Counter()
+        """The sums over all collectives; another one begins anew."""
         self._digests = dict.fromkeys(LINES, 0)
         self._last = {line: deque[tuple[int, str]](maxlen=KEPT) for line in LINES}
         """By line, the number and the label of its last collectives."""
 
-    def note(self, label: str, line: str) -> None:
-        """Note that the next collective of a line is issued, before any other of that line."""
+    def note(self, label: str, line: str, kind: str = SILENT, num_bytes: int = 0) -> str:
+        """Note and count that the next collective of a line is issued, before any other of that line.
+
+        Returns:
+            Its name in messages, which is the label.
+        """
         last = self._last[line]
         last.append((last[-1][0] + 1 if last else 1, label))
         self._digests[line] = (self._digests[line] * _FACTOR + crc32(label.encode())) & _MASK
+        self.counter.bytes_sent[kind] += num_bytes
+        self.counter.calls[kind] += 1
+        return label
 
     def entries(self) -> Entries:
         """Return the last `KEPT` collectives of each line; called from any thread."""
@@ -72,9 +83,9 @@ class Ledger:
         return self.name, tuple((name, *entry) for name, last in lines for entry in last)
 
     def proof(self) -> list[int]:
-        """Return bytes whose maxima over the ranks `is_proven` takes: it compares the digests of all ranks.
+        """Return bytes that are their own maxima over the ranks only where all ranks have equal digests.
 
-        Lines with several groups are left out.
+        They hold d and 255 - d for each byte d of a digest. Lines with several groups are left out.
         """
         compared = (digest for line, digest in self._digests.items() if line not in self.groups)
         digests = b"".join(digest.to_bytes(_DIGEST_BYTES, "little") for digest in compared)
@@ -84,12 +95,6 @@ class Ledger:
         if line in self.groups:
             return f"{line} of group {self.groups[line]}"
         return line if self.part is None else f"{line} of part {self.part}"
-
-
-def is_proven(maxima: Sequence[int]) -> bool:
-    """True when all ranks gave the same `proof`: max(d) + max(255 - d) is 255 only where d is equal."""
-    half = len(maxima) // 2
-    return all(high + low == 255 for high, low in zip(maxima[:half], maxima[half:], strict=True))
 
 
 def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
@@ -230,6 +235,9 @@ class Wait(NamedTuple):
 class RankStatus:
     """The status of this rank. Written on the hot path, read by the watchdog's thread."""
 
+    OUTSIDE = ""
+    """The phase of a rank that is in no other phase."""
+
     def __init__(self) -> None:
         self.action = ""
         """The action of a pipeline that this rank runs, and its pipeline rank; "" outside of a batch."""
@@ -239,15 +247,11 @@ class RankStatus:
         """Collectives that the host left to the device, the oldest first; some may be over."""
         self.is_interrupted = False
         """True from an alarm or an error on: a wait that begins later raises an error."""
-        self.exit()
+        self.enter(self.OUTSIDE)
 
     def enter(self, phase: str, where: str = "") -> None:
-        """Note that this rank enters `phase` ("the forward of ") of `where` ("unit 'layers.3'")."""
+        """Note that it enters `phase` ("the forward of ") of `where` ("unit 'layers.3'"); or OUTSIDE."""
         self._phase = (phase, where, time.monotonic())
-
-    def exit(self) -> None:
-        """Note that this rank is outside of all phases."""
-        self.enter("")
 
     def issue(self, wait: Wait) -> None:
         """Note a collective that the host has left to the device."""

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import streams
-from zeroshard.comm.counter import CONTROL, Counter
+from zeroshard.comm.counter import CONTROL
 from zeroshard.comm.watch.status import (
     EXIT,
     FAILURE,
@@ -276,11 +276,10 @@ class Waits:
         who: the name of this rank in messages.
         device: the device of collectives that the host does not wait for.
         timeout_s: seconds that a rank waits in a collective before it gives up.
-        counter: adds up the time that the host waits.
     """
 
-    def __init__(self, who: str, device: torch.device, timeout_s: float, counter: Counter) -> None:
-        self.who, self._device, self._timeout_s, self._counter = who, device, timeout_s, counter
+    def __init__(self, who: str, device: torch.device, timeout_s: float) -> None:
+        self.who, self._device, self._timeout_s = who, device, timeout_s
         self.rank_status = RankStatus()
         """The status of this rank; the watchdog's, once there is a watchdog."""
         self.ledger = Ledger()
@@ -301,32 +300,29 @@ class Waits:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
         wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
-        self.rank_status.wait, until = wait, wait.since + wait.limit_s
+        status, until = self.rank_status, wait.since + wait.limit_s
+        repeats_until = until - _LONGEST_S if kind == CONTROL else 0.0
+        status.wait = wait
         try:  # on the hot path, where a context manager costs more than all else here
-            self.check()
             for work in works:
                 assert work is not None, "this rank is a member of the group"
-                while kind == CONTROL and time.monotonic() < until - _LONGEST_S and not work.is_completed():
+                while time.monotonic() < repeats_until and not (work.is_completed() or status.is_interrupted):
                     with suppress(RuntimeError):
                         work.wait(timedelta(seconds=_LONGEST_S))
-                    self.check()
+                if status.is_interrupted:
+                    raise RuntimeError  # `error` gives the reason
                 work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
         except RuntimeError as error:
             raise self.error(label, error) from None
         finally:
-            self.rank_status.wait = None
-            self._counter.waited_s[kind] += time.monotonic() - wait.since
+            status.wait = None
+            self.ledger.counter.waited_s[kind] += time.monotonic() - wait.since
 
     def issue(self, label: str) -> streams.Mark:
         """Return the mark of a collective that was issued on the current stream; the watchdog watches it."""
         mark = streams.mark_here(self._device)
         self.rank_status.issue(Wait(label, time.monotonic(), self._timeout_s, mark.is_over, self.ledger))
         return mark
-
-    def check(self) -> None:
-        """Raise an error once there has been an alarm."""
-        if self.rank_status.is_interrupted:
-            raise RuntimeError("a rank has raised an alarm")
 
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one in a collective, with this rank and the status of the others."""

@@ -50,9 +50,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.comm.collectives import Axis, Pending
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.watch.status import TENSOR
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Split
 from zeroshard.sharding.context import Changes
@@ -112,10 +113,9 @@ class Activations:
         b + a.
         """
         axis, peer = self._axis, 1 - self.rank
-        label = axis.note(ALL_REDUCE, own.nbytes, label)
+        label = axis.note(label, TENSOR, ALL_REDUCE, own.nbytes)
         other = self._pool.take(own.dtype, own.numel())
-        works = axis.exchange({peer: own.view(-1)}, {peer: other}, self._tag, label)
-        Pending(axis, label, ALL_REDUCE, works).wait()
+        axis.exchange({peer: own.view(-1)}, {peer: other}, self._tag, label, ALL_REDUCE).wait()
         total = own + other.view(own.shape)
         self._pool.give(other)
         return total
