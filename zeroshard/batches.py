@@ -92,8 +92,8 @@ def _train_pipeline(
     engine: Engine, pipeline: PipelineTraining, batches: Iterator[Any], num_batches: int
 ) -> Tensor:
     """Take the steps of some batches; return the mean loss of each."""
-    engine._require_optimizer("train_batch()")
-    engine._saver.check(engine._axes.world)
+    engine._runtime.state.refuse("train_batch()", Moment.NO_OPTIMIZER)
+    engine._saver.check()
     losses = pipeline.train(
         batches,
         num_batches,

@@ -14,7 +14,6 @@ from zeroshard import batches, byname, sharded
 from zeroshard.checkpoint import capture, load
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
-from zeroshard.comm import streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.microbatch import LossFunction, check_loss
 from zeroshard.forwards import methods
@@ -96,9 +95,12 @@ class Engine(NotCopied, nn.Module):
         self._boundary: bool | None = None
         """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
         if part is not None:
+            parts.runtime.state.moments.add(Moment.IN_PARTS)
             self._num_micro_batches = config.pipeline.num_microbatches
             method = method_of(part, parts.runtime, parts.optimizer)
             self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, method)
+        if parts.optimizer is None and not (part is not None and part.is_frozen):
+            parts.runtime.state.moments.add(Moment.NO_OPTIMIZER)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
         if parts.optimizer is not None:
@@ -117,7 +119,7 @@ class Engine(NotCopied, nn.Module):
         """Run the model's own forward."""
         refuse_capture(args)
         if self._runtime.context.setting.placements.parameter or self._axes.dp.size == 1:
-            self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
+            self._saver.check()  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -144,7 +146,7 @@ class Engine(NotCopied, nn.Module):
         return self._backward(loss, self._num_micro_batches if scale_wrt_gas else 1, early)
 
     def _backward(self, loss: Tensor, divisor: int, early: EarlySteps | None) -> Tensor:
-        self._refuse_parts("backward()")
+        self._runtime.state.refuse("backward()", Moment.AVERAGED, Moment.IN_PARTS)
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
         send = self._runtime.context.setting.placements.gradient != SUMMANDS
@@ -157,18 +159,6 @@ class Engine(NotCopied, nn.Module):
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
-
-    def _refuse_parts(self, call: str) -> None:
-        self._runtime.state.refuse(call, Moment.AVERAGED)
-        if self._pipeline is not None:
-            raise RuntimeError(
-                f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
-                "engine.train_batch(inputs, targets) takes a whole step"
-            )
-
-    def _require_optimizer(self, call: str) -> None:
-        if self.optimizer is None and not (self._part is not None and self._part.is_frozen):
-            raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -183,9 +173,8 @@ class Engine(NotCopied, nn.Module):
             RuntimeError: the engine has no optimizer. Or gradients are not finite, with
                 `nonfinite="error"`; then parameters and gradients are as they were.
         """
-        self._refuse_parts("step()")
-        self._require_optimizer("step()")
-        self._saver.check(self._axes.world)
+        self._runtime.state.refuse("step()", Moment.AVERAGED, Moment.IN_PARTS, Moment.NO_OPTIMIZER)
+        self._saver.check()
         if not self.is_gradient_accumulation_boundary():
             self._micro_step += 1
             return False
@@ -243,7 +232,7 @@ class Engine(NotCopied, nn.Module):
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
         self._guard.loss = None
-        self._micro_step = 0
+        self._micro_step = self._num_dropped = 0
         self.zero_grad()
         return is_taken
 
@@ -255,7 +244,8 @@ class Engine(NotCopied, nn.Module):
                 this step. Nothing has changed.
         """
         self._runtime.state.refuse("zero_grad()", Moment.STEPPED)
-        self._count_dropped()
+        if self._micro_step:
+            self._count_dropped()
         self._micro_step = 0
         self._runtime.drop_deferred()
         if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
@@ -267,7 +257,7 @@ class Engine(NotCopied, nn.Module):
     def _count_dropped(self) -> None:
         """Warn if micro-batches are dropped again and again, so that no step comes."""
         before, number = self._num_dropped, self._num_micro_batches
-        self._num_dropped = before + self._micro_step if self._micro_step else 0
+        self._num_dropped += self._micro_step
         if before < number <= self._num_dropped:
             warn_user(
                 f"zero_grad() has dropped the gradients of {self._num_dropped} micro-batches of steps that "
@@ -333,7 +323,7 @@ class Engine(NotCopied, nn.Module):
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
         self.global_step += 1
-        self.watch(self._guard.grad_norm, self._guard.loss)
+        self._guard.watch(self.global_step, self._guard.grad_norm, self._guard.loss)
         for averages in self._parts.averages.values():
             averages.update()
         if not self._is_ready:
@@ -341,7 +331,7 @@ class Engine(NotCopied, nn.Module):
 
     def _check_own_step(self, has_closure: bool) -> None:
         """Refuse a step by the user if only the engine can take it."""
-        self._saver.check(self._axes.world)
+        self._saver.check()
         if self._guard.may_skip:
             raise RuntimeError(
                 "with float16 or nonfinite='skip' only engine.step() can leave out a step, of the "
@@ -420,9 +410,7 @@ class Engine(NotCopied, nn.Module):
         Args:
             values: losses and norms of the last steps. On an accelerator tensors are not looked at.
         """
-        waits = streams.has_streams(self.device)
-        seen = (value for value in values if not (waits and isinstance(value, Tensor)))
-        self._guard.watch(self.global_step, *seen)
+        self._guard.watch(self.global_step, *values)
 
     @property
     def mesh(self) -> DeviceMesh:

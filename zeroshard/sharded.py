@@ -89,7 +89,7 @@ def restore_module(runtime: Runtime) -> None:
 
 def drop_module(runtime: Runtime) -> None:
     """Drop everything without an exchange; the module is not usable afterwards."""
-    runtime.state.before_look = runtime.state.gives_memory = None  # steps that wait are not taken
+    runtime.state.look, runtime.state.gives_memory = object, None  # steps that wait are not taken
     runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
     runtime.context.streams.join()
     mark_here(runtime.context.device).synchronize()  # copies from and to memory that goes may be under way

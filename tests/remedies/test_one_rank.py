@@ -308,6 +308,7 @@ def test_zero_grad_is_left_out_of_the_loop():
     with warned("leave zero_grad() out of the loop"):
         for _ in range(4):
             engine.zero_grad()
+            engine.zero_grad()  # the first of two calls counts
             take_step(engine)
     engine = start(gradient_accumulation_steps=2)
     for _ in range(4):

@@ -232,6 +232,11 @@ class Saver:
         """Host memory for the slices of one snapshot, used again for the next."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.check: Callable[[], object] = object
+        """Sees how the save in the background is getting on; collective. `object` where there is none.
+
+        Raises RuntimeError if it has failed.
+        """
 
     def start(self, snapshot: Snapshot) -> None:
         """Copy what is to be written and write it in a thread. An accelerator copies while the host goes on.
@@ -266,6 +271,7 @@ class Saver:
         # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
         self._thread = Saver._last = threading.Thread(target=run, name="zeroshard-checkpoint")
         self._thread.start()
+        self.check = self._check
 
     def copied(self, snapshot: Snapshot) -> Snapshot:
         """Return a snapshot of the present values, on the CPU, which further training does not change.
@@ -288,18 +294,12 @@ class Saver:
         self._buffer.last = mark_here(memory.device)
         return replace(snapshot, slices=copies, wait=self._buffer.last.synchronize)
 
-    def check(self, axis: Axis) -> None:
-        """See how the save in the background is getting on, if there is one; collective over `axis`.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
-        if self._thread is not None:
-            is_running, has_failed = axis.any(
-                [self._thread.is_alive(), self._failure is not None], "agreement on a save in the background"
-            )()
-            if has_failed or not is_running:
-                self.finish()
+    def _check(self) -> None:
+        assert self._thread is not None, "it was started"
+        flags = [self._thread.is_alive(), self._failure is not None]
+        is_running, has_failed = self._axis.any(flags, "agreement on a save in the background")()
+        if has_failed or not is_running:
+            self.finish()
 
     def finish(self) -> None:
         """Wait for the save in the background.
@@ -307,7 +307,7 @@ class Saver:
         Raises:
             RuntimeError: it failed.
         """
-        thread, self._thread = self._thread, None
+        thread, self._thread, self.check = self._thread, None, object
         if thread is None:
             return
         thread.join()

@@ -24,6 +24,7 @@ It must not pass silently for the whole weight. So these uses are errors:
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -77,10 +78,13 @@ _DESCRIBES = frozenset(
         *("is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
         *("__len__", "__hash__", "__repr__", "register_hook", "requires_grad_"),
     )
+).union(
+    getattr(Tensor, name).__get__
+    for name, _ in inspect.getmembers(Tensor, inspect.isdatadescriptor)
+    if name not in ("data", "T", "mT", "H", "mH", "real", "imag")
 )
-"""Functions, and all getters but these, that read no values: a model may ask for a dtype anywhere."""
+"""Functions, and getters, that read no values: a model may ask for a dtype anywhere."""
 _PLACES = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
-_VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 gradient_of = cast(Callable[[Tensor], Tensor | None], attrgetter("_gradient"))
@@ -274,7 +278,7 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if type(first) is not ShardedParameter or torch.is_grad_enabled():
         return False
     state = first.state
-    if state.phase is not Phase.REST or state.reads_main or state.before_look is not None:
+    if state.phase is not Phase.REST or state.reads_main or state.look is not object:
         return False
     return ShardedParameter not in map(type, (*args[1:], *kwargs.values()))
 
@@ -294,7 +298,7 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         The first sharded parameter among the arguments.
     """
     first = _first_sharded(args, kwargs)
-    if not _only_describes(func):
+    if func not in _DESCRIBES:
         if first.state.refusal:
             raise RuntimeError(f"{first.describe()} {first.state.refusal}")
         if first.state.phase is Phase.FORWARD:
@@ -321,13 +325,6 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     ):
         raise _used_outside(first, func)
     return first
-
-
-def _only_describes(func: Callable[..., Any]) -> bool:
-    """True if a function reads no values."""
-    if getattr(func, "__name__", "") == "__get__":
-        return func not in _VALUES
-    return func in _DESCRIBES
 
 
 def _check_data(parameter: ShardedParameter, new: Any) -> None:

@@ -49,6 +49,10 @@ class Moment(Enum):
         "different numbers of steps, and messages may be under way. Make the engine anew, and load the last "
         "checkpoint"
     )
+    IN_PARTS = "with mesh.pp above 1: each rank has a part of the model; train_batch() takes a whole step"
+    """For good, in an engine over pipeline ranks."""
+    NO_OPTIMIZER = "needs an optimizer: give one to zeroshard.initialize"
+    """For good, in an engine without optimizer."""
     BETWEEN_STEPS = (
         "between the steps of optimizers that were attached together: parameters are gathered only after the "
         "last of these steps. Step all of them before the forward, or attach each optimizer by itself"
@@ -82,12 +86,14 @@ IN_BATCH = (Moment.BATCH, Moment.BROKEN_LIST)
 class Steps:
     """The steps of an optimizer that wait for a forward; here none waits."""
 
+    finish_steps: Callable[[], object] = object
+    """Takes the steps that are left. The host waits for none."""
+    settle: Callable[[], object] = object
+    """Takes the steps that are left, and scales the gradients that were to be scaled later."""
+
     def follow(self, unit_name: str, call: Callable[[], None]) -> None:
         """Call something after the step of a unit."""
         call()
-
-    def finish_steps(self) -> None:
-        """Take the steps that are left. The host waits for none."""
 
     def scale_later(self, gradients: Any, factor: Tensor) -> bool:
         """Let gradients be scaled where they are stepped, or before a look; False where no step may wait.
@@ -101,9 +107,6 @@ class Steps:
     def wait_later(self, wait: Callable[[], None]) -> bool:
         """Let the host wait for values before somebody looks; False if a look may be unseen, too."""
         return False
-
-    def settle(self) -> None:
-        """Take the steps that are left, and scale the gradients that were to be scaled later."""
 
 
 class ModuleState:
@@ -120,9 +123,9 @@ class ModuleState:
     """True once a post-accumulate hook was registered on a sharded parameter."""
     has_shown_gradients = False
     """True if somebody may hold a `p.grad`, and change it unseen."""
-    before_look: Callable[[], object] | None = None
-    """Takes the steps that wait for a forward, and lets the host wait until their values are at rest, before
-    somebody looks at them; None: they are."""
+    look: Callable[[], object] = object
+    """Prepares for somebody who looks at parameters, gradients or optimizer states: takes the steps that wait
+    for a forward, and lets the host wait until their values are at rest. `object` where they are."""
     factor: Tensor | None = None
     """0-dim: multiplies the gradients of a step that come from the host; None: they are scaled."""
     gives_memory: Callable[[], object] | None = None
@@ -140,11 +143,6 @@ class ModuleState:
         self.steps = Steps()
         self.moments: set[Moment] = set()
         """The moments that last."""
-
-    def look(self) -> None:
-        """Prepare for somebody who looks at parameters, gradients or optimizer states."""
-        if self.before_look is not None:
-            self.before_look()
 
     def refuse(self, call: str, *moments: Moment) -> None:
         """Refuse a call in some moments.

@@ -20,7 +20,7 @@ from zeroshard.comm.streams import Streams, mark_here
 from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradients
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.names import Cast
@@ -225,7 +225,8 @@ class Runtime:
         for parameter in parameters:
             if not isinstance(parameter, ShardedParameter):
                 parameter.grad = None
-        set_gradients([(p, None) for p in only_sharded(parameters) if gradient_of(p) is not None])
+        sharded = (p for p in parameters if isinstance(p, ShardedParameter))
+        set_gradients([(p, None) for p in sharded if gradient_of(p) is not None])
 
     def wait(self, call: str = "", *refused: Moment) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.

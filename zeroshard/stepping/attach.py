@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.parameters.saved import SavedSlices
-from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.buffers import lie_in_files
@@ -46,6 +46,8 @@ from zeroshard.stepping.rounding import (
 from zeroshard.stepping.stored import StoreHome
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 from zeroshard.stores.pieces import pieces_for
+
+Optimizers = WeakSet[Optimizer]
 
 Travelling = tuple[Unit, FlatBuffer, range]
 """Parameters of a unit and a buffer, by index, that are fetched together."""
@@ -79,15 +81,7 @@ def attach(
         ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
     """
     parts: list[StepByParts] = []
-    together, stepped_ones = WeakSet(optimizers), WeakSet[Optimizer]()
-
-    def is_last(optimizer: Optimizer) -> bool:
-        """Note a step; True if it was the last one of those that are taken together."""
-        stepped_ones.add(optimizer)
-        if ends := set(together) <= set(stepped_ones):
-            stepped_ones.clear()
-        return ends
-
+    together, left = WeakSet(optimizers), WeakSet(optimizers)
     context = runtime.context
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
@@ -109,7 +103,7 @@ def attach(
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
-        _hook(runtime, optimizer, is_last, engine)
+        _hook(runtime, optimizer, together, left, engine)
         if rounding is not None:
             load = functools.partial(load_states, optimizer, optimizer.load_state_dict)
             optimizer.load_state_dict = load  # type: ignore[method-assign]
@@ -186,9 +180,12 @@ def _refuse_theirs(optimizer: Optimizer) -> None:
 
 
 def _hook(
-    runtime: Runtime, optimizer: Optimizer, is_last: Callable[[Optimizer], bool], engine: StepHooks | None
+    runtime: Runtime, optimizer: Optimizer, together: Optimizers, left: Optimizers, engine: StepHooks | None
 ) -> None:
-    """Lay the events of a step around the method `step`, outside of torch's hooks."""
+    """Lay the events of a step around the method `step`, outside of torch's hooks.
+
+    Of the optimizers that step `together`, those that are `left` have not stepped since the last one did.
+    """
     step, zero_grad = optimizer.step, optimizer.zero_grad
     of_runtime = weakref.ref(runtime)
 
@@ -203,9 +200,12 @@ def _hook(
         if engine is not None and (judge := engine.judge()) is not None:
             judge(args, kwargs)
         result = step(*args, **kwargs)
-        sharded = (only_sharded(group["params"]) for group in optimizer.param_groups)
-        stepped = {p for parameters in sharded for p in parameters if gradient_of(p) is not None}
-        runtime.after_step(stepped, is_last(optimizer))
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        stepped = {p for p in parameters if p not in runtime.ignored and gradient_of(p) is not None}
+        left.discard(optimizer)
+        if is_last := not left:
+            left.update(together)
+        runtime.after_step(stepped, is_last)
         runtime.here.enter(runtime.here.OUTSIDE)
         if engine is not None and (count := engine.count()) is not None:
             count()

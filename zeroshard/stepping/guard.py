@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm import streams
 from zeroshard.config.sections import DynamicLossScale
 from zeroshard.internals.warn import first_of, warn_user
 from zeroshard.parallel.tensor.replicas import check_replicas
@@ -105,7 +106,9 @@ class StepGuard:
         self.may_skip = is_half or nonfinite == "skip"
         """True if a step may have to be left out."""
         self._judges = self.may_skip or nonfinite == "error"
-        self._watches = is_alone and not self._judges
+        seen = (float,) if streams.has_streams(runtime.context.device) else (float, Tensor)
+        self._watched = seen if is_alone and not self._judges else ()
+        """The types of losses and norms that `watch` looks at."""
         self.loss: Tensor | None = None
         """The loss of the last backward, which tensor ranks compare; None if it is not known."""
         self._num_steps = 0
@@ -159,9 +162,9 @@ class StepGuard:
         return True
 
     def watch(self, step: int, *values: Tensor | float | None) -> None:
-        """Read values, and warn once that a step was taken with a norm or loss that is not finite."""
-        if self._watches and not all(value is None or math.isfinite(value) for value in values):
-            self._watches = False
+        """Look at losses and norms, and warn once that a step was taken with one that is not finite."""
+        if not all(math.isfinite(value) for value in values if isinstance(value, self._watched)):
+            self._watched = ()
             warn_user(
                 f"step {step} was taken with a loss or a gradient norm that is not finite. To leave out such "
                 "steps, set nonfinite='skip'; to stop before the first one, nonfinite='error'"

@@ -98,7 +98,7 @@ class LateSteps(Steps):
                 step()
         for unit in self._left:
             unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
-        self._end, self._waits[wait], state.before_look = end, None, self.finish
+        self._end, self._waits[wait], state.look = end, None, self.finish
         self._num_modes = torch._C._len_torch_dispatch_stack()
         if not self._left:
             self.finish_steps()
@@ -112,7 +112,7 @@ class LateSteps(Steps):
     def wait_later(self, wait: Step) -> bool:
         if Moment.BATCH in self._state.moments:
             return False
-        self._waits[wait], self._state.before_look = None, self.finish
+        self._waits[wait], self._state.look = None, self.finish
         return self._may_wait()
 
     def _may_wait(self) -> bool:
@@ -124,7 +124,7 @@ class LateSteps(Steps):
     def scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
         if not self._may_wait():
             return False
-        self._unscaled, self._factor, self._state.before_look = gradients, factor, self.finish
+        self._unscaled, self._factor, self._state.look = gradients, factor, self.finish
         return True
 
     def settle(self) -> None:
@@ -142,7 +142,7 @@ class LateSteps(Steps):
         self._wait()
 
     def _wait(self) -> None:
-        waits, self._waits, self._state.before_look = self._waits, {}, None
+        waits, self._waits, self._state.look = self._waits, {}, object
         for wait in waits:
             wait()
 
@@ -150,7 +150,7 @@ class LateSteps(Steps):
         while self._left:
             self._step(next(iter(self._left)))
         end, self._end = self._end, None
-        self._state.before_look = self.finish if self._waits or self._unscaled else None
+        self._state.look = self.finish if self._waits or self._unscaled else object
         try:
             if end is not None:
                 end()
@@ -184,11 +184,11 @@ class LateSteps(Steps):
     def unseen(self) -> Iterator[None]:
         """Let an optimizer read what it steps: nobody looks."""
         state = self._state
-        before, shown, state.before_look = state.before_look, state.has_shown_gradients, None
+        before, shown, state.look = state.look, state.has_shown_gradients, object
         try:
             yield
         finally:
-            state.before_look, state.has_shown_gradients = before, shown
+            state.look, state.has_shown_gradients = before, shown
 
     def follow(self, unit_name: str, call: Step) -> None:
         steps = next((steps for unit, steps in self._left.items() if unit.name == unit_name), None)

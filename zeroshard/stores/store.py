@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -208,10 +208,8 @@ class GradientStore:
 
     is_near = True
     """True if the device that computes has them."""
-
-    def beside(self, values: Tensor) -> AbstractContextManager[None]:
-        """Issue work that uses `values`, a tensor of the device, where `store` is called."""
-        return nullcontext()
+    beside: Callable[[Tensor], AbstractContextManager[object]] = nullcontext
+    """Returns a context in which work uses its argument, a tensor of the device, and calls `store`."""
 
     def store(self, values: Tensor) -> Tensor:
         """Return `values`, [n], where they rest, to be read after `wait`; called `beside`."""

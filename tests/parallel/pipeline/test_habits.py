@@ -50,7 +50,7 @@ batch = partial(pair_of, BATCH, WIDTH)
 @on_ranks(2)
 def test_calls_that_a_part_cannot_serve_are_refused_on_all_ranks_and_training_goes_on():
     engine, tokens = start("llama", PIPELINE), tokens_of(0)
-    part = "() with mesh.pp=2: each rank has a part of the model"
+    part = "() with mesh.pp above 1: each rank has a part of the model"
     given, loss = {"input_ids": tokens, "output_attentions": True}, torch.ones((), requires_grad=True)
     for call, args, text in (
         (engine.backward, [loss], f"backward{part}"),
