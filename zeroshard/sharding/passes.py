@@ -298,7 +298,7 @@ class Passes:
         """Let autograd call `receive` for each gradient that it has accumulated; or let it call nobody."""
         for number, (_, gradients) in enumerate(self.trained):
             for index, parameter in enumerate(gradients.buffer.unsharded):
-                # torch's own call refuses a parameter that is frozen now. Hooks of users are with the sharded one.
+                # torch's own call refuses a frozen parameter. Hooks of users are with the sharded one.
                 parameter._post_accumulate_grad_hooks = (
                     {0: partial(self.receive, ref(self), number, index)} if is_heard else {}
                 )
