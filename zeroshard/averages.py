@@ -198,7 +198,7 @@ class Averages:
             runtime.state.moments.remove(Moment.AVERAGED)
             if not runtime.is_closed:
                 try:
-                    runtime.passes.drop_forward()
+                    runtime.passes.recover()
                     runtime.wait()  # for all that reads main parameters
                 finally:
                     self._write(trained, buffers)

@@ -61,9 +61,7 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     agreed.require_same("were given different values for")
     if (place := agreed.place) is not None:
         write(engine._runtime, [(place, values)])
-        for unit in engine._runtime.units:
-            if place.buffer in unit.buffers:
-                unit.refresh()
+        engine._runtime.passes.refresh()
 
 
 def full_gradient(engine: Engine, name: str) -> Tensor | None:

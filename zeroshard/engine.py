@@ -28,7 +28,7 @@ from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import Moment
 from zeroshard.plan.placement import SUMMANDS
-from zeroshard.sharding.passes import refuse_capture
+from zeroshard.sharding.passes import capture_error
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.parts import EarlySteps
@@ -117,13 +117,14 @@ class Engine(NotCopied, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        refuse_capture(args)
+        if not isinstance(args, tuple):  # torch.fx gives a proxy in its place
+            raise capture_error()
         if self._runtime.context.setting.placements.parameter or self._axes.dp.size == 1:
             self._saver.check()  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._runtime.passes.drop_forward()
+            self._runtime.passes.recover()
             raise
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:

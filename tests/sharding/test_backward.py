@@ -21,7 +21,7 @@ class Noting:
     def __init__(self, name, log):
         self.name, self.log = name, log
         self.slots = SimpleNamespace(uninstall=lambda: None)
-        self.leases, self.under_way = set(), []
+        self.leases, self.under_way, self.in_files = set(), [], []
         self.is_complete = self.is_gathered = False
 
     def __repr__(self):
@@ -112,6 +112,13 @@ def test_a_unit_is_entered_at_its_last_call_and_left_at_its_first():
 def test_units_are_gathered_ahead_when_others_are_entered():
     _, calls = forward(("root", [("a", []), ("b", leaves("c"))]), [])
     words = "gather root, gather b, gather c, gather a, leave c, leave b, leave a, leave root"
+    assert described(plan_turns(visits(calls), 1)) == words.split(", ")
+
+
+def test_values_in_files_are_read_ahead_when_the_unit_before_is_gathered():
+    units, calls = forward(("root", leaves("a", "b", "c")), [])
+    units[1].in_files = ["a buffer"]
+    words = "gather root, gather c, gather b, read a, leave c, gather a, leave b, leave a, leave root"
     assert described(plan_turns(visits(calls), 1)) == words.split(", ")
 
 

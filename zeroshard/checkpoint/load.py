@@ -153,8 +153,7 @@ def _load(
         ) from error
     finally:
         runtime.changed()
-        for unit in runtime.units:
-            unit.refresh()
+        runtime.passes.refresh()
     return loading
 
 

@@ -130,8 +130,7 @@ def gathered(engine: Engine) -> Iterator[None]:
     """
     runtime = engine._runtime
     runtime.wait()
-    for unit in runtime.units:
-        unit.refresh()
+    runtime.passes.refresh()
     if runtime.passes.scheduled.units:  # a block around this one keeps them
         with torch.no_grad():
             yield

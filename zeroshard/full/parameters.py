@@ -33,7 +33,6 @@ from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.unit import UnitState
 
 _CALL = "unsharded(write_back=True)"
 
@@ -165,9 +164,7 @@ def unsharded(runtime: Runtime, modules: Collection[nn.Module], write_back: bool
             parameter.fqn = ""  # so `check_additions` finds one that was given to another module
         for unit, parameters in zip(units, before, strict=True):
             unit.slots.stand_in(parameters)
-            unit.refresh()
-        # A step may come before anybody waits for these gathers.
-        runtime.state.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)
+        runtime.passes.refresh()  # a step may come before anybody waits for these gathers
 
 
 @torch.no_grad()

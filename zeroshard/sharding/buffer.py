@@ -119,8 +119,8 @@ class MainStore(Store):
 
     def prefetch(self) -> None:
         """Check the values that the next gather starts from, as a store does, and have them read ahead."""
-        is_current = self.copy is not None and self._copied == self.version
-        self._memory.fetch(self.values if self.copy is None or not is_current else self.copy.values)
+        start = self if self.copy is None or self._copied != self.version else self.copy
+        self._memory.fetch(start.values)
 
     def await_stepped(self) -> None:
         """Let the current stream wait for the copy of stepped values, which another stream may do."""

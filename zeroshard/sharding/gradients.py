@@ -15,7 +15,7 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -207,10 +207,9 @@ class Gradients:
         """
         if self._slices:
             exchange = self._over_ranks if self._role.hook is None else self._by_hook
-            result = yield from exchange(self._finish_packing())
-            self._absorb(result)
+            yield from exchange(self._finish_packing())
 
-    def _over_ranks(self, flat: Tensor) -> Generator[None, None, Tensor]:
+    def _over_ranks(self, flat: Tensor) -> Iterator[None]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads."""
         plan = self.buffer.plan
         in_place = self._main_size == plan.layout.total and flat.dtype == self._wide_dtype
@@ -242,9 +241,9 @@ class Gradients:
             if not (number or in_place):  # the first exchange is a reduce-scatter
                 self._pool.give(flat)
                 flat = result  # nothing here keeps its memory
-        return result
+        self._absorb(result)
 
-    def _by_hook(self, flat: Tensor) -> Generator[None, None, Tensor]:
+    def _by_hook(self, flat: Tensor) -> Iterator[None]:
         """Let the hook of the user turn `flat` into means, and take this rank's part of them."""
         with self._context.streams.reduce.after_compute():
             handle = self._role.hook.run(self.buffer, [flat[part] for part in self._slices])
@@ -252,7 +251,7 @@ class Gradients:
         handle.wait()
         result = flat[self.buffer.own].clone().to(self._wide_dtype)
         self._pool.give(flat)
-        return result
+        self._absorb(result)
 
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""

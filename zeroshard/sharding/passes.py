@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -71,7 +70,7 @@ class Passes:
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
         self.calls = CallLog(walked)
-        self._forward, self._graph, self._second_graph = Lease(), Lease(), Lease()
+        self._forward, self._graph, self.second_graph = Lease(), Lease(), Lease()
         self.scheduled = Lease()
         self._trails = bool(context.setting.placements.kept) or has_versions
         """True if a unit is freed after its forward, when another unit begins."""
@@ -100,7 +99,8 @@ class Passes:
         if unit in self.passive:
             unit.wait()  # its parameters may follow a step
             return
-        refuse_capture()
+        if is_recorded():
+            raise capture_error()
         if is_in_backward():
             unit.under_way.append(self._walk.enter_again(unit))
         else:
@@ -113,7 +113,7 @@ class Passes:
             self._begin_forward()
         elif self._state.phase is not _FORWARD:
             self._state.refuse("a forward", Moment.BETWEEN_STEPS)
-            unit.refresh()
+            self.refresh(unit)
         if not unit.is_resident:
             self._forward.take(unit)
             self._graph.end((unit,))
@@ -125,7 +125,7 @@ class Passes:
         self._here.enter("the forward of ", unit.described)
         unit.unshard()
         if self._num_prefetch:
-            ahead = self._order.following(unit, self._num_prefetch + 1)
+            ahead = self._order.following(unit, self._order.scope)
             for upcoming in ahead[: self._num_prefetch]:
                 upcoming.unshard()
                 self._forward.take(upcoming)
@@ -166,26 +166,31 @@ class Passes:
             return
         if not unit.is_resident:
             self._ended[unit] = None
-        if unit is self._root:
-            self.drop_forward()
-        if self._state.phase is _FORWARD:
-            self._here.enter("the forward of ", self._root.described)
-        else:
+        if self._state.phase is not _FORWARD:
             self._here.enter(self._here.OUTSIDE)
+        elif unit is self._root:  # it has failed
+            self.recover()
+        else:
+            self._here.enter("the forward of ", self._root.described)
 
     def _begin_forward(self) -> None:
         self._state.refuse("a forward", Moment.BETWEEN_STEPS, Moment.FAILED)
-        self.drop_forward()
-        self.recover()
+        if self._state.phase is not _REST:
+            self.recover()
         self._state.move(_FORWARD)
         self.refresh()
 
-    def refresh(self) -> None:
-        """Gather replicated parameters again and free the others, after main parameters have changed."""
+    def refresh(self, *units: Unit) -> None:
+        """Gather replicated parameters again and free the others, after main parameters have changed.
+
+        Args:
+            units: units whose parameters may have changed; none: all.
+        """
         # The same order on all ranks; about a forward's order.
-        for unit in (*self.quiet, *reversed(self._order.reductions)):
-            unit.refresh()
-        self._state.reads_main |= UnitState.GATHERING in map(attrgetter("state"), self._units)
+        for unit in units or (*self.quiet, *reversed(self._order.reductions)):
+            if unit.state is not _SHARDED:
+                unit.refresh()
+                self._state.reads_main |= unit.state is UnitState.GATHERING
 
     def _end_forward(self) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""
@@ -193,22 +198,14 @@ class Passes:
             self._state.move(_REST)
         called = [unit for unit in self.calls.forward.values() if unit is not self._root]
         may_have_backward = self.calls.may_have_backward
-        self._order.follow(called, has_backward=may_have_backward)
+        if called != self._order.units:
+            self._order.follow(called, may_have_backward)
         self._graph.end()
         if may_have_backward:
             self.last = self._ended
             self._graph.take(self._root, *self._ended)
         self._ended = {}
         self._forward.end(for_backward=may_have_backward)
-
-    def drop_forward(self) -> None:
-        """Clean up after a forward that has ended in an exception, if there is one. Gradients stay."""
-        if self._state.phase is _FORWARD and not is_in_backward():
-            self._state.move(_REST)
-            self.calls.drop_failed()
-            for unit in self._units:
-                unit.under_way.clear()
-            self.reshard_all()
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -260,7 +257,8 @@ class Passes:
         self._here.enter("the backward of ", unit.described)
 
     def _begin_backward(self, unit: Unit) -> None:
-        self.recover()
+        if self._state.phase is _BACKWARD:
+            self.recover()
         if self._state.phase is Phase.CLOSED:
             raise closed_error()
         if self._state.phase is _FORWARD:
@@ -276,10 +274,10 @@ class Passes:
         self._graph.take(*self._forward.units)
         self._forward.end()
         if makes_graph := torch.is_grad_enabled():
-            self._second_graph.take(*self._units)
+            self.second_graph.take(*self._units)
         visits = self.calls.collect()
         self._walk = Walk(visits, self._reducer, self._graph, num_prefetch=self._num_prefetch)
-        if self._order.is_common:
+        if self._order.is_common and self._walk.left != self._order.reductions:
             self._order.reduce_first(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(self._reducer.asked if accumulates else None)
@@ -381,25 +379,30 @@ class Passes:
             self._reducer.call_hooks()
 
     def recover(self) -> None:
-        """Clean up after a backward that ended in an exception."""
-        if self._state.phase is not _BACKWARD or (is_in_backward() and self._backward()):
+        """Clean up after a forward or backward that ended in an exception. Gradients before it stay."""
+        phase = self._state.phase
+        if phase is _BACKWARD and not (is_in_backward() and self._backward()):
+            self._walk.take()  # as the other ranks do
+        elif phase is not _FORWARD or is_in_backward():
             return
-        self._walk.take()  # as the other ranks do
-        self._backward = bool
         self._state.move(_REST)
         for unit in self._units:  # torch ends no second forward that was interrupted by KeyboardInterrupt
             unit.under_way.clear()
-        self.calls.end_backward()
-        self._second_graph.end()
-        self._reducer.drop_backward()
+        if phase is _FORWARD:
+            self.calls.drop_failed()
+        else:
+            self._backward = bool
+            self.calls.end_backward()
+            self.second_graph.end()
+            self._reducer.drop_backward()
         self.reshard_all()
         self._here.enter(self._here.OUTSIDE)
 
     def drop_graphs(self) -> None:
         """Drop earlier forwards and backwards: after a step no backward goes through them."""
         self.recover()
-        if self._second_graph.units:
-            self._second_graph.end()
+        if self.second_graph.units:
+            self.second_graph.end()
             self.calls.end_backward()
             self.reshard_all()
 
@@ -420,21 +423,13 @@ def closed_error() -> RuntimeError:
     )
 
 
-def refuse_capture(args: object = ()) -> None:
-    """Refuse a forward that is recorded, not computed, or transformed: parameters and hooks come and go.
-
-    Args:
-        args: its arguments; torch.fx gives a proxy in the place of the tuple.
-
-    Raises:
-        RuntimeError: a tracer or transform is there.
-    """
-    if is_recorded() or not isinstance(args, tuple):
-        raise RuntimeError(
-            "a sharded model cannot be called inside a transform of torch.func (grad, vmap, ...), a tracer "
-            "(torch.jit, torch.fx, torch.export, FakeTensorMode) or zeroshard.deferred_init(): its full "
-            "parameters are in the modules during a forward only. Trace or transform the model before "
-            "zeroshard.initialize, or a second model that has loaded engine.full_state_dict(); for shapes "
-            "alone, build a second model under torch.device('meta'). Gradients of gradients need no "
-            "transform: torch.autograd.grad(outputs, inputs, create_graph=True)"
-        )
+def capture_error() -> RuntimeError:
+    """Return the error for a forward that is recorded or transformed: parameters and hooks come and go."""
+    return RuntimeError(
+        "a sharded model cannot be called inside a transform of torch.func (grad, vmap, ...), a tracer "
+        "(torch.jit, torch.fx, torch.export, FakeTensorMode) or zeroshard.deferred_init(): its full "
+        "parameters are in the modules during a forward only. Trace or transform the model before "
+        "zeroshard.initialize, or a second model that has loaded engine.full_state_dict(); for shapes "
+        "alone, build a second model under torch.device('meta'). Gradients of gradients need no "
+        "transform: torch.autograd.grad(outputs, inputs, create_graph=True)"
+    )

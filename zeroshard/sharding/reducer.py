@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from itertools import compress, islice, pairwise
 from typing import ClassVar, TypeVar
 
@@ -79,12 +80,13 @@ class UnitOrder:
         is_late = setting.steps_in_backward is False
         walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
         self._by_name = {unit.name: unit for unit in walked}
-        self._gathered = frozenset(unit for unit in units if not unit.is_resident)
-        self.units: list[Unit] = []
+        # The next one after those that are gathered ahead is read ahead from files.
+        self._num_ahead = context.num_prefetch + any(unit.in_files for unit in units)
+        self._set([])
         self.has_changed = False
         """True if this rank has met a new unit or another order since the ranks last agreed."""
-        self.scope: Collection[Unit] | None = None
-        """The units that may be gathered ahead; None: all."""
+        self.scope = tuple(units)
+        """The units that may be gathered ahead."""
         self.reductions: list[Unit] = []
         """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
         self.reduce_first([])
@@ -105,13 +107,6 @@ class UnitOrder:
         self._set(merged)
         self.has_changed = False
 
-    def following(self, unit: Unit, num: int) -> list[Unit]:
-        """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
-        if unit.position < 0 and unit is not self._by_name[""]:
-            return []
-        later = filter(self._gathered.__contains__, islice(self.units, unit.position + 1, None))
-        return list(islice(later if self.scope is None else filter(self.scope.__contains__, later), num))
-
     def reduce_first(self, units: Sequence[Unit]) -> None:
         """Reduce these units first from now on: the order is agreed on, or follows from a backward."""
         root, *others = self._by_name.values()
@@ -123,6 +118,23 @@ class UnitOrder:
         self.units = units
         for position, unit in enumerate(units):
             unit.position = position
+        # Asked in each forward of a unit, with the same answers until the order changes.
+        self.following = cache(partial(following, units, self._num_ahead))
+
+
+def following(order: Sequence[Unit], num: int, unit: Unit, scope: Collection[Unit]) -> list[Unit]:
+    """The next units in forward that are gathered; of the root, the first ones. A new unit has none.
+
+    Args:
+        order: the units in the order of their forwards, without the root.
+        num: the most units.
+        unit: the unit whose forward begins.
+        scope: the units that may be gathered ahead.
+    """
+    if unit.position < 0 and unit.name:
+        return []
+    later = (one for one in islice(order, unit.position + 1, None) if one in scope and not one.is_resident)
+    return list(islice(later, num))
 
 
 class Reducer:
@@ -155,7 +167,7 @@ class Reducer:
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
         self._state = context.state
-        self._delivered: dict[ShardedParameter, None] = {}
+        self.delivered: dict[ShardedParameter, None] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
         self._must_agree = not self.order.is_common
         """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
@@ -167,7 +179,7 @@ class Reducer:
         """Units whose packed buffers are in an exchange, the newest last; see [Note: Packed units]."""
         self._later: deque[Unit] = deque()
         """Units with further exchanges, under way or to come."""
-        self._started: set[Unit] = set()
+        self.started: set[Unit] = set()
         """Units whose reduction has been started since the last delivery."""
         self.num_late: int | None = None
         """The units that got a gradient after their reduction, on any rank; None before any backward."""
@@ -258,12 +270,12 @@ class Reducer:
 
     def _list_due(self, units: Collection[Unit]) -> None:
         """List units that have not been started as those to start, in the order of all ranks."""
-        if self._started.issuperset(units):
+        if self.started.issuperset(units):
             return
         if self._must_agree:
             self.order.agree(self._axis)
             self._must_agree = False
-        ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._started)
+        ordered = (unit for unit in self.order.reductions if unit in units and unit not in self.started)
         self._due, self._ready = deque(ordered), set()
         # Whoever holds a `p.grad` may change it later as well.
         self._state.has_shown_gradients &= self.has_delivered
@@ -277,8 +289,8 @@ class Reducer:
         Raises:
             RuntimeError: the unit is stepped already.
         """
-        if unit not in self._started:
-            self._free_packed(but=self._num_ahead)
+        if unit not in self.started:
+            self._wait(self._num_ahead)
             gradients.pack(index, gradient)
         elif self.step_unit is None:
             gradients.used[index] = True
@@ -297,12 +309,13 @@ class Reducer:
         """
         self._ready.update(self._due if unit is None else (unit,))
         while self._due and self._due[0] in self._ready:
-            self._free_packed(but=self._num_ahead)
+            self._wait(self._num_ahead)
             if self._role and not self._role.defers:
                 for _ in range(len(self._later)):
                     self._reduce(self._later, self._later)
             self._reduce(self._due, self.sending)
-            self._step_ended(but=1)
+            if step := self.step_unit:
+                self._step_ended(step, but=1)
 
     def start_ahead(self, units: Collection[Unit] = ()) -> None:
         """Start the reductions that are left of this backward, and wait for none; repeatable.
@@ -321,41 +334,42 @@ class Reducer:
     def _reduce(self, queue: deque[Unit], under_way: deque[Unit]) -> None:
         """Start the reduction of the first unit of a queue, or go on with it, and move the unit on."""
         unit = queue.popleft()
-        self._started.add(unit)
+        self.started.add(unit)
         (under_way if unit.reduce() else self._ended).append(unit)
 
-    def _free_packed(self, but: int) -> None:
-        """Wait for all first exchanges but the newest ones, so that their packed buffers are free."""
-        while len(self.sending) > but:
-            self._reduce(self.sending, self._later)
-
-    def _finish(self) -> None:
-        """Bring all reductions under way to their end."""
-        self._free_packed(but=0)
-        while self._later:
-            self._reduce(self._later, self._later)
-
-    def _step_ended(self, but: int) -> None:
-        """Step units whose reductions have ended, if that is wanted and this rank has had all gradients.
+    def _wait(self, but: int = 0) -> None:
+        """Wait for first exchanges, so that their packed buffers are free.
 
         Args:
+            but: the newest ones that go on; 0: all reductions come to their end.
+        """
+        while len(self.sending) > but:
+            self._reduce(self.sending, self._later)
+        while self._later and not but:
+            self._reduce(self._later, self._later)
+
+    def _step_ended(self, step: Callable[[Unit], None], but: int) -> None:
+        """Step units whose reductions have ended, if this rank has had all gradients.
+
+        Args:
+            step: steps a unit.
             but: the newest ones that wait for the next unit if they compute with main parameters: hooks in
                 the backward may read these.
         """
-        if self.step_unit is None or self._role is None or self._role.has_more or self._state.has_hooks:
+        if self._role is None or self._role.has_more or self._state.has_hooks:
             return  # hooks are to see, and may change, the gradients of a whole backward
         while len(self._ended) > but or (
             self._ended and not any(buffer.plan.is_alias for buffer in self._ended[0].buffers)
         ):
             unit = self._ended.popleft()
             if unit.gradients and all(all(one.used) for one in unit.gradients):
-                self.step_unit(unit)
+                step(unit)
 
     def end(self) -> bool:
         """End a backward: start the reductions that are left and deliver, or keep the sums.
 
         Returns:
-            True if the gradients of the step are complete: hooks may see them.
+            True if `call_hooks` is to be called: hooks may see the gradients of the step, which are complete.
         """
         role = self._role
         if role is None:
@@ -364,41 +378,25 @@ class Reducer:
             self.start_ahead()
         else:
             self._deliver()
-        return not role.has_more
+        return bool(self.delivered) and not role.has_more
 
-    def before_step(self) -> None:
-        """Make the gradients ready for an optimizer: reduce what was deferred.
-
-        Raises:
-            RuntimeError: an exception left gradients that hold part of a micro-batch.
-        """
-        self._state.refuse("a step", Moment.TAINTED)
-        if self._state.has_sums:
-            self.begin(Role())
-            for gradients in self._all:
-                for index, parameter in enumerate(gradients.buffer.unsharded):
-                    gradient, parameter.grad = parameter.grad, None
-                    if gradient is not None:  # the sum of a batch that was left to autograd
-                        gradients.pack(index, gradient)
-            self._deliver()
-        self.call_hooks()
+    def pack_sums(self) -> None:
+        """Pack the sums of a batch that was left to autograd."""
+        for gradients in self._all:
+            for index, parameter in enumerate(gradients.buffer.unsharded):
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    gradients.pack(index, gradient)
 
     def call_hooks(self) -> None:
         """Call the hooks of delivered gradients: no later micro-batch adds to them."""
-        delivered, self._delivered = self._delivered, {}
+        delivered, self.delivered = self.delivered, {}
         for parameter in delivered:
             with past_guards():
                 hooks = parameter._post_accumulate_grad_hooks
             for hook in tuple(hooks.values()) if hooks and gradient_of(parameter) is not None else ():
                 with torch.no_grad():
                     hook(parameter)
-
-    def drop_deferred(self) -> None:
-        """Drop gradients that were not reduced yet, as zero_grad() does."""
-        self._state.moments.discard(Moment.TAINTED)
-        if self._state.has_sums or self._started:
-            self._drop()
-        self._delivered = {}
 
     def drop_backward(self) -> None:
         """Drop the gradients that have not been delivered: the backward has ended in an exception.
@@ -422,17 +420,18 @@ class Reducer:
         self.taint()
         if self._state.hook is not None:
             self._state.hook.drop()
-        self._drop()
+        self.drop()
         for unit in self._units:
             unit.graph_calls.clear()
 
-    def _drop(self) -> None:
-        """Drop all gradients that are in no `p.grad` yet."""
-        self._finish()
+    def drop(self) -> None:
+        """Drop all gradients that are in no `p.grad` yet, and call no hooks of the others."""
+        self._wait()
         for gradients in self._all:
             gradients.drop()
         self._late.clear()
-        self._started.clear()
+        self.started.clear()
+        self.delivered = {}
         self._state.has_sums = False
         self.pool.release()
 
@@ -461,13 +460,14 @@ class Reducer:
         self._late.clear()
         self._due.extend(again)
         self.start()
-        self._finish()
-        self._step_ended(but=0)
+        self._wait()
+        if step := self.step_unit:
+            self._step_ended(step, but=0)
         for gradients, own in zip(self._all, used, strict=True):
             gradients.deliver(own)
             if self._state.has_hooks:
-                self._delivered |= dict.fromkeys(compress(gradients.buffer.sharded, own))
-        self._started.clear()
+                self.delivered |= dict.fromkeys(compress(gradients.buffer.sharded, own))
+        self.started.clear()
         self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
 
@@ -484,7 +484,7 @@ class Reducer:
         flags += [unit in late for unit in units]
         flags += [self.order.has_changed, has_failed, self.step_unit is not None]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        self._finish()  # steps wait for the answer
+        self._wait()  # steps wait for the answer
         flag = iter(answer())
         used = [list(islice(flag, len(gradients.used))) for gradients in self._all]
         again = [unit for unit, is_late in zip(units, islice(flag, len(units)), strict=True) if is_late]

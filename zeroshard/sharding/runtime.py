@@ -27,6 +27,7 @@ from zeroshard.plan.names import Cast
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
+from zeroshard.sharding.gradients import Role
 from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import Unit, UnitState
@@ -172,10 +173,17 @@ class Runtime:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
         self.state.steps.finish_steps()
-        self.passes.drop_graphs()
+        if self.state.phase is Phase.BACKWARD or self.passes.second_graph.units:
+            self.passes.drop_graphs()
         if self.state.reads_main:  # by parts, copies follow copies
             self._await_gathers(() if self.context.setting.steps_by_parts else self.buffers)
-        self.reducer.before_step()
+        self.state.refuse("a step", Moment.TAINTED)
+        if self.state.has_sums:
+            self.reducer.begin(Role())
+            self.reducer.pack_sums()
+            self.reducer.end()
+        if self.reducer.delivered:
+            self.reducer.call_hooks()
 
     def after_step(self, stepped: Container[nn.Parameter] = (), is_last: bool = True) -> None:
         """Start to gather replicated parameters again, since main parameters have changed.
@@ -189,10 +197,10 @@ class Runtime:
         self.state.num_changes += 1
         is_in_list = Moment.BATCH in self.state.moments
         has_copied = self.context.setting.steps_by_parts  # then `MainStore.stepped` gets the values
-        for buffer in (buffer for buffer in self.buffers if buffer.trainable):
-            buffer.store.changed(has_copied=has_copied)
+        for _, gradients in self.passes.trained:
+            gradients.buffer.store.changed(has_copied=has_copied)
             if not is_in_list:  # there an asynchronous pipeline chooses the values of a backward
-                buffer.count_step(stepped)
+                gradients.buffer.count_step(stepped)
         if is_last:
             self.state.moments.discard(Moment.BETWEEN_STEPS)
             self.passes.refresh()
@@ -212,8 +220,11 @@ class Runtime:
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
-        self.passes.drop_graphs()
-        self.reducer.drop_deferred()
+        if self.state.phase is Phase.BACKWARD or self.passes.second_graph.units:
+            self.passes.drop_graphs()
+        self.state.moments.discard(Moment.TAINTED)
+        if self.state.has_sums or self.reducer.started or self.reducer.delivered:
+            self.reducer.drop()
 
     def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set `p.grad` to None. torch's `zero_grad` takes several times as long: it reads each one first.
@@ -221,7 +232,6 @@ class Runtime:
         Args:
             parameters: sharded parameters, and perhaps ignored ones.
         """
-        self.state.has_shown_gradients = True
         for parameter in parameters:
             if not isinstance(parameter, ShardedParameter):
                 parameter.grad = None

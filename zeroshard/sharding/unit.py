@@ -227,7 +227,7 @@ class Unit:
         self.plan, self.name, self.module = plan, plan.name, module
         self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
-        self._read = [b for b in buffers if Tier.DISK in (b.plan.main_tier, b.plan.copy_tier)]
+        self.in_files = [b for b in buffers if Tier.DISK in (b.plan.main_tier, b.plan.copy_tier)]
         """The buffers whose gathers start in files."""
         self._gathered = [buffer for buffer in buffers if buffer.plan.gathers or not buffer.plan.is_alias]
         """The buffers that are filled by a gather or a copy; others show main parameters themselves."""
@@ -278,7 +278,7 @@ class Unit:
             return
         self.step_under_way()
         needed = [buffer for buffer in self._gathered if not buffer.is_resident or buffer.store.is_stale]
-        for buffer in filter(needed.__contains__, self._read):
+        for buffer in filter(needed.__contains__, self.in_files):
             buffer.store.prefetch()
         self._move(UnitState.GATHERING)
         with self._stream.after_compute():
@@ -289,7 +289,7 @@ class Unit:
     def read_ahead(self) -> None:
         """Let the system read what the next gather starts from, if it lies in files."""
         if self.state is UnitState.SHARDED:
-            for buffer in self._read:
+            for buffer in self.in_files:
                 buffer.store.prefetch()
 
     def wait(self) -> None:
@@ -336,15 +336,14 @@ class Unit:
                 buffer.keep_second(False)
 
     def refresh(self) -> None:
-        """Start new gathers of replicated parameters and free the others, if main parameters have changed."""
-        if self.state is UnitState.SHARDED or not any(map(_is_stale, self._gathered)):
-            return
-        self.wait()
-        if self.is_resident:
-            self._move(UnitState.SHARDED)
-            self.unshard()
-        else:
-            self.reshard()
+        """Start a new gather, or free what is gathered and not resident, if main parameters have changed."""
+        if any(map(_is_stale, self._gathered)):
+            self.wait()
+            if self.is_resident:
+                self._move(UnitState.SHARDED)
+                self.unshard()
+            else:
+                self.reshard()
 
     def copy_own(self, output: Any) -> Any:
         """Return the output of a forward without views of parameters, whose memory is about to be freed."""

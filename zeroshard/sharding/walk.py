@@ -33,8 +33,8 @@ scheduled      by an unshard of a schedule, and by      by its reshard, and by t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from itertools import count, islice
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import count
 from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import Any, NamedTuple
@@ -184,7 +184,7 @@ class Turn(NamedTuple):
     """Of turns with one tick the one with the highest number comes first."""
     unit: Unit
     act: str
-    """gather, leave or free."""
+    """gather, leave or free; or read: values in files are read ahead of the next gather."""
 
 
 _by_tick = itemgetter(0, 1)
@@ -202,10 +202,12 @@ def plan_turns(visits: Mapping[Unit, Visit], num_prefetch: int) -> list[Turn]:
     """
     route = [(visit.last, unit) for unit, visit in visits.items() if not unit.is_resident]
     route.sort(key=lambda place: (place[0].whole.ended, place[0].ended), reverse=True)
-    turns = [
-        Turn(route[max(0, number - num_prefetch)][0].whole.ended, -number, unit, "gather")
-        for number, (_, unit) in enumerate(route)
-    ]
+    turns: list[Turn] = []
+    for number, (_, unit) in enumerate(route):
+        entered, _ = route[max(0, number - num_prefetch)]
+        if unit.in_files and turns:  # of two turns with one tick and order the later in the list comes first
+            turns.insert(-1, turns[-1]._replace(unit=unit, act="read"))
+        turns.append(Turn(entered.whole.ended, -number, unit, "gather"))
     for unit, visit in visits.items():
         turns += last_turns(unit, visit.first)
     return sorted(turns, key=_by_tick)
@@ -264,7 +266,7 @@ class Walk:
         if around is not None:
             self.take(around.ended)
         else:  # perhaps an unknown kind of checkpoint: nothing more is over
-            ahead = [*self._ahead()]
+            ahead = [turn.unit for turn in reversed(self._turns) if turn.act == "gather"]
             for earlier in ahead[: ahead.index(unit) + 1] if unit in ahead else ():
                 self._gather(earlier)
         return ForwardCall(unit, Ticks(first.began, last.ended))
@@ -275,18 +277,14 @@ class Walk:
             _, _, unit, act = self._turns.pop()
             if act == "gather":
                 self._gather(unit)
-                for later in islice(self._ahead(), 1):
-                    later.read_ahead()
             elif act == "leave":
                 self._to_leave.discard(unit)
                 self._reducer.start(unit)
+            elif act == "read":
+                unit.read_ahead()
             else:
                 unit.slots.uninstall()
                 self._lease.end((unit,))
-
-    def _ahead(self) -> Iterator[Unit]:
-        """The units that are still to be gathered, the next one first."""
-        return (turn.unit for turn in reversed(self._turns) if turn.act == "gather")
 
     def _gather(self, unit: Unit) -> None:
         if unit.joins_backward:  # also without a backward on this rank: others may have one

@@ -83,7 +83,7 @@ def running_batch(runtime: Runtime, *, by_autograd: bool = False) -> Iterator[No
             passes.listen()
         runtime.state.moments.remove(Moment.BATCH)
         passes.calls.named.clear()
-        passes.calls.name = runtime.reducer.order.scope = None
+        passes.calls.name, runtime.reducer.order.scope = None, runtime.units
         for unit in units:
             unit.slots.uninstall()
         runtime.reshard()
@@ -528,7 +528,7 @@ class PipelineTraining:
         return given
 
 
-def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> dict[Unit, None]:
+def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> tuple[Unit, ...]:
     """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
     inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
-    return dict.fromkeys(unit for unit in runtime.units[1:] if unit.module in inside)
+    return tuple(unit for unit in runtime.units[1:] if unit.module in inside)
