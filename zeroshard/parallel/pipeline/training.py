@@ -504,7 +504,7 @@ class PipelineTraining:
         """
         self._action, runtime = action, self._runtime
         runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
-        runtime.here.exit()
+        runtime.here.enter(runtime.here.OUTSIDE)
         if action.chunk is not None:
             runtime.passes.calls.name, runtime.reducer.order.scope = action[1:], self._units[action.chunk]
         if self.method is not None and self._take_step is not None:
