@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,17 +130,29 @@ def require_same(
     require_equal(axis.all_gather_object(own, label), describe)
 
 
-def require_equal(versions: Sequence[str], describe: Callable[[str], Exception]) -> None:
-    """Refuse facts of all ranks, which they have exchanged, that are not the same; as `require_same`."""
+def require_equal(versions: Sequence[str | None], describe: Callable[[str], Exception]) -> None:
+    """Refuse facts of all ranks, which they have exchanged, that are not the same; as `require_same`.
+
+    None is the version of a rank that the fact does not concern.
+    """
     ranks: dict[str, list[str]] = {}
     for rank, version in enumerate(versions):
-        ranks.setdefault(version, []).append(str(rank))
-    if len(ranks) == 1:
+        if version is not None:
+            ranks.setdefault(version, []).append(str(rank))
+    if len(ranks) < 2:
         return
     for who in ranks.values():
         who[8:] = [f"... ({len(who)} in all)"] if len(who) > 8 else []
     texts = (f"rank(s) {', '.join(who)} have {what[:_MAX_FACT]}" for what, who in ranks.items())
     raise describe("; ".join(texts))
+
+
+def require_equal_by_name(
+    everyone: Sequence[Mapping[str, str]], describe: Callable[[str, str], Exception]
+) -> None:
+    """Refuse a fact about a name that is not the same on all ranks with this name; as `require_equal`."""
+    for name in dict.fromkeys(chain.from_iterable(everyone)):
+        require_equal([facts.get(name) for facts in everyone], partial(describe, name))
 
 
 def _digest(facts: Sequence[str]) -> bytes:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.agreement import require_equal
 from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
 from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.comm.mesh import Axes
@@ -58,7 +59,6 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     call = "set_full_parameter()"
     engine._runtime.state.refuse(call, Moment.AVERAGED)
     agreed = _agree(engine._runtime, call, name, lambda place: place.digest(values))
-    agreed.require_same("were given different values for")
     if (place := agreed.place) is not None:
         write(engine._runtime, [(place, values)])
         engine._runtime.passes.refresh()
@@ -78,8 +78,11 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
             gradient.
     """
     call = "full_gradient()"
-    agreed = _agree(engine._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
-    agreed.require_same("do not both have a gradient of")
+
+    def tell(place: Whole) -> str:
+        return "no gradient" if place.gradient is None else "a gradient"
+
+    agreed = _agree(engine._runtime, call, name, tell, reduces=True)
 
     def read(place: Whole) -> dict[str, Tensor]:
         return {} if (gradient := place.gradient) is None else {name: place.gather(gradient)}
@@ -101,13 +104,12 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     call = "set_full_gradient()"
     engine._runtime.state.refuse(call, Moment.STEPPED)
 
-    def tell(place: Whole) -> bytes:
+    def tell(place: Whole) -> str:
         if not place.sharded.requires_grad:
             raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
         return place.digest(values)
 
     agreed = _agree(engine._runtime, call, name, tell, reduces=True)
-    agreed.require_same("were given different values for")
     if (place := agreed.place) is not None:
         place.sharded.grad = place.cut(values).to(place.buffer.plan.main_dtype, copy=True)
 
@@ -158,21 +160,19 @@ def _states(
     if not any(has_optimizer):
         raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
-    def tell(place: Whole) -> tuple[dict[str, bool], list[Any]]:
+    def tell(place: Whole) -> str:
         states.update({} if optimizer is None else _read_states(optimizer, place))
         if unknown := [key for key in given if key not in states]:
             there = ", ".join(states) or "none before the first step"
             raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
         digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
-        return {key: state.is_wise for key, state in states.items()}, digests
+        return ", ".join([*sorted(states), *digests]) or "no states"
 
     agreed = _agree(engine._runtime, call, name, tell)
-    agreed.require_same(
-        "have other states, or were given different values, of", lambda fact: (sorted(fact[0]), fact[1])
-    )
-    kinds = [kind for kind, _ in agreed.facts.values()]
+    own = {key: state.is_wise for key, state in states.items()}
+    kinds = agreed.axes.world.all_gather_object(own, f"kinds of states of {call}")
     for key, state in states.items():  # a slice of one element looks like one value, and the other way
-        states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
+        states[key] = replace(state, is_wise=all(kind.get(key, True) for kind in kinds))
     return agreed, states
 
 
@@ -182,35 +182,20 @@ def _states(
 class _NamedParameter(NamedTuple):
     """A parameter that all ranks have named."""
 
-    call: str
-    """The method, for errors."""
-    name: str
     axes: Axes
     place: Whole | None
     """None where other pipeline ranks hold it."""
     first: int
     """The first pipeline rank that holds it."""
-    facts: dict[int, Any]
-    """By rank that holds a slice of it, its message to the others."""
 
     def read(self, get: Callable[[Whole], dict[str, Any]]) -> dict[str, Any]:
         """Return on all ranks the result of the ranks of the first part; collective."""
-        is_read = self.axes.pp.rank == self.first and self.place is not None
-        return spread(self.axes, self.first, get(self.place) if is_read and self.place is not None else {})
-
-    def require_same(self, differ: str, of: Callable[[Any], Any] = lambda fact: fact) -> None:
-        """Refuse facts, or values `of` them, that are not the same: ranks 0 and 1 `differ` the name."""
-        (first, wanted), *others = self.facts.items()
-        for rank, fact in others:
-            if of(fact) != of(wanted):
-                raise ValueError(
-                    f"{self.call}: ranks {first} and {rank} {differ} '{self.name}': expected the same on "
-                    "every rank. Nothing was changed"
-                )
+        place = self.place if self.axes.pp.rank == self.first else None
+        return spread(self.axes, self.first, {} if place is None else get(place))
 
 
 def _agree(
-    runtime: Runtime, call: str, name: str, tell: Callable[[Whole], Any], *, reduces: bool = False
+    runtime: Runtime, call: str, name: str, tell: Callable[[Whole], str | None], *, reduces: bool = False
 ) -> _NamedParameter:
     """Find a parameter, on all ranks the same.
 
@@ -218,11 +203,12 @@ def _agree(
         runtime: the runtime of the model.
         call: the name of the method, for errors.
         name: the name of the parameter.
-        tell: a function whose results the ranks exchange; its errors are raised on all ranks.
+        tell: makes the fact that must be the same on all ranks with a slice; its errors are raised on all
+            ranks.
         reduces: True reduces gradients first that were not reduced yet.
 
     Raises:
-        ValueError: there is no parameter of that name, or the ranks give different names.
+        ValueError: there is no parameter of that name, or the ranks give different names or facts.
     """
     runtime.wait(call, Moment.FAILED, Moment.SHOWN)
     if reduces:
@@ -230,14 +216,17 @@ def _agree(
     axes, places = runtime.context.axes, _places(runtime)
     place = places.get(_resolve(axes.world, call, name, places))
 
-    def look() -> tuple[int, Any] | None:
+    def look() -> tuple[int, str | None] | None:
         return None if place is None else (axes.pp.rank, tell(place))
 
     found = on_all(axes.world, f"agreement on {call}", look)
-    answers = {rank: answer for rank, answer in enumerate(found) if answer is not None}
-    first = min(part for part, _ in answers.values())
-    facts = {rank: fact for rank, (_, fact) in answers.items()}
-    return _NamedParameter(call, name, axes, place, first, facts)
+    require_equal(
+        [None if answer is None else answer[1] for answer in found],
+        lambda versions: ValueError(
+            f"{call}: expected the same for '{name}' on every rank: {versions}. Nothing was changed"
+        ),
+    )
+    return _NamedParameter(axes, place, min(answer[0] for answer in found if answer is not None))
 
 
 def _places(runtime: Runtime) -> dict[str, Whole]:
@@ -259,12 +248,12 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> 
     own = places[name].sharded.fqn if name in places else None
     answers = world.all_gather_object((name, own), f"agreement on {call}")
     known: dict[str, str] = {given: fqn for given, fqn in answers if fqn is not None}
-    for given, _ in answers:
-        if given not in known:
-            raise ValueError(f"{call}: expected the name of a parameter of the model, got {given!r}")
-    if len(set(known.values())) > 1:
-        names = [known[given] for given, _ in answers]
-        raise ValueError(f"{call}: expected one name on all ranks, got {names}")
+    if unknown := [given for given, _ in answers if given not in known]:
+        raise ValueError(f"{call}: expected the name of a parameter of the model, got {unknown[0]!r}")
+    require_equal(
+        [known[given] for given, _ in answers],
+        lambda found: ValueError(f"{call}: expected one name on all ranks: {found}"),
+    )
     return known[name]
 
 

@@ -158,17 +158,19 @@ def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks():
     before = engine.full_parameter(name).clone()
     refused("got 'blocks.0.0.wieght'", engine.full_parameter, "blocks.0.0.wieght")
     refused("got None", engine.full_gradient, None)
-    one_name = f"expected one name on all ranks, got ['blocks.1.0.weight', '{name}']"
+    one_name = f"expected one name on all ranks: rank(s) 0 have blocks.1.0.weight; rank(s) 1 have {name}"
     refused(one_name, engine.full_parameter, name if rank else "blocks.1.0.weight")
     shape = f"'{name}': expected a full tensor of shape (90, 7), got shape (630,)"
     refused(shape, engine.set_full_parameter, name, torch.zeros(630))
-    different = f"ranks 0 and 1 were given different values for '{name}'"
+    different = f"expected the same for '{name}' on every rank: rank(s) 0 have torch.float32 with checksum "
     refused(different, engine.set_full_parameter, name, whole + rank)
     assert torch.equal(engine.full_parameter(name), before)
     refused("'frozen.weight' is frozen", engine.set_full_gradient, "frozen.weight", torch.zeros(7, 7))
     none = f"expected states of '{name}' (none before the first step), got 'exp_avg'"
     refused(none, engine.set_full_optimizer_state, name, {"exp_avg": whole})
     take_steps(engine, [0])
+    moments = f"the same for '{name}' on every rank: rank(s) 0 have exp_avg, exp_avg_sq, step, torch.float32 "
+    refused(moments, engine.set_full_optimizer_state, name, {"exp_avg": whole + rank})
     after = f"expected states of '{name}' (step, exp_avg, exp_avg_sq), got 'exp_agv'"
     refused(after, engine.set_full_optimizer_state, name, {"exp_agv": whole})
     with engine.unsharded():

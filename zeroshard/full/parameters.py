@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.agreement import require_equal_by_name
 from zeroshard.comm import moves
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
@@ -88,8 +89,8 @@ class Whole:
         with past_guards():
             return self.sharded.detach()
 
-    def digest(self, values: Any) -> bytes:
-        """Return a digest of a full tensor, which ranks compare.
+    def digest(self, values: Any) -> str:
+        """Return dtype and checksum of a full tensor, in words, which ranks compare.
 
         Raises:
             ValueError: it is not a tensor, or has another shape.
@@ -99,7 +100,7 @@ class Whole:
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
         raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return f"{values.dtype}".encode() + blake2b(raw.numpy().data, digest_size=16).digest()
+        return f"{values.dtype} with checksum {blake2b(raw.numpy().data, digest_size=16).hexdigest()}"
 
 
 def wholes_of(axes: Axes, buffers: Iterable[FlatBuffer]) -> Iterator[Whole]:
@@ -175,7 +176,7 @@ def _write_back(runtime: Runtime, shown: Sequence[tuple[Whole, ShownParameter]],
         is_of_all: True if all parameters of this rank's part of the model are shown.
     """
 
-    def look() -> dict[str, bytes]:
+    def look() -> dict[str, str]:
         runtime.check_slots()
         held = (original for buffer in runtime.buffers for original in buffer.originals if original.holders)
         if not is_of_all and (shared := next(held, None)) is not None:
@@ -185,14 +186,12 @@ def _write_back(runtime: Runtime, shown: Sequence[tuple[Whole, ShownParameter]],
             )
         return {whole.sharded.fqn: whole.digest(parameter) for whole, parameter in shown}
 
-    firsts: dict[str, bytes] = {}
-    for edits in on_all(runtime.context.axes.savers, "agreement on edited parameters", look):
-        for name, edit in edits.items():
-            if firsts.setdefault(name, edit) != edit:
-                raise RuntimeError(
-                    f"{_CALL}: the ranks made different edits to '{name}'; expected the same on every rank. "
-                    "Nothing was written"
-                )
+    require_equal_by_name(
+        on_all(runtime.context.axes.savers, "agreement on edited parameters", look),
+        lambda name, found: RuntimeError(
+            f"{_CALL}: the ranks made different edits to '{name}': {found}. Nothing was written"
+        ),
+    )
     write(runtime, shown)
 
 

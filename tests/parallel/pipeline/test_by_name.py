@@ -35,9 +35,19 @@ def test_every_rank_reads_parameters_and_states_of_all_parts():
 NAMES = {
     ("transformer.h.3.ln_1.bia",) * 2: "expected the name of a parameter of the model, got "
     "'transformer.h.3.ln_1.bia'",
-    tuple(BIASES): f"expected one name on all ranks, got {BIASES}",
+    tuple(BIASES): f"one name on all ranks: rank(s) 0 have {BIASES[0]}; rank(s) 1 have {BIASES[1]}",
 }
 """The names that the two ranks ask for, and the error."""
+
+
+@on_ranks(2)
+def test_a_shared_parameter_has_the_same_hyperparameters_on_its_ranks():
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank()))
+
+    text = rf"'{EMBEDDING}' is shared by pipeline ranks.*: rank\(s\) 0 have .*0\.1.*; rank\(s\) 1 have .*0\.2"
+    with pytest.raises(ValueError, match=text):
+        start("tied gpt", config_of("pp 2", 1), make)
 
 
 @on_ranks(2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.agreement import require_equal_by_name
 from zeroshard.comm import moves
 from zeroshard.comm.messages import Messages
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
@@ -58,17 +59,15 @@ class Shared:
         groups, own = {p: group for group in param_groups for p in group["params"]}, dict[str, str]()
         for _, parameter in self._parameters():
             group = {k: v for k, v in groups.get(parameter, {}).items() if k not in ("params", "param_names")}
-            text = str(dict(sorted(group.items()))) if parameter in groups else "no optimizer"
-            own[parameter.fqn] = text
+            own[parameter.fqn] = str(dict(sorted(group.items()))) if parameter in groups else "no optimizer"
         label = "hyperparameters of parameters that several chunks use"
-        for rank, theirs in enumerate(self._pp.all_gather_object(own, label)):
-            for name, text in own.items():
-                if theirs.get(name, text) != text:
-                    raise ValueError(
-                        f"'{name}' is shared by pipeline ranks {self._messages.rank} and {rank}; the first "
-                        f"one steps it with {text}, the second one with {theirs[name]}: expected the same "
-                        "hyperparameters. Note that the parameter has another name in the modules of each"
-                    )
+        require_equal_by_name(
+            self._pp.all_gather_object(own, label),
+            lambda name, found: ValueError(
+                f"'{name}' is shared by pipeline ranks, which step it with other hyperparameters: {found}. "
+                "Expected the same. Note that the parameter has another name in the modules of each"
+            ),
+        )
 
     @torch.no_grad()
     def add_gradients(self) -> None:

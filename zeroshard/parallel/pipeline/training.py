@@ -178,6 +178,7 @@ class BatchComparison:
             trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
         has_changed, self._trained = self._trained not in (None, trained), trained
         hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
+        # Not `require_same`, which waits: the answer to these flags comes while the batch is computed.
         flags = *_flags(value), has_changed, bool(hooked)
         answer = self._axis.any(flags, "comparison of the batches of a pipeline")
 

@@ -57,6 +57,7 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
     value = None if loss is None else loss.item()
     own = [None if value is None else (abs(value), value), *map(_see, gradients)]
     everyone = axes.tp.all_gather_object(own, "comparison of gradients")
+    # Not `require_equal`: losses and gradients may be off by a part, see `_FAR`, which no text can be.
     losses, *others = zip(*everyone, strict=True)
     is_odd = not math.isfinite(sum(one[0] for one in own if one is not None))
     flags = [is_odd, _differ(losses, _FAR_LOSS), *(_differ(seen, _FAR) for seen in others)]
@@ -144,6 +145,7 @@ def compare_inputs(runtime: Runtime) -> None:
             tensors = [tensor for tensor in tensors if not tensor.is_floating_point()]
         own = [_Digest.of(tensor) for tensor in tensors]
         first, *others = axis.all_gather_object(own, "comparison of inputs")
+        # Not `require_equal`: floating-point inputs may be off by a part, see `_FAR`, which no text can be.
         for rank, theirs in enumerate(others, start=1):
             if len(first) != len(theirs) or not all(map(_Digest.is_like, first, theirs)):
                 raise RuntimeError(_explain(axis.global_ranks, rank, first, theirs))
