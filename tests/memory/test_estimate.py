@@ -172,7 +172,7 @@ REFUSED = [
     *(((num, 8), {}, "a number of 1,048,576 to 1,000,000,000,000,000 parameters") for num in (1000, 2e15)),
     ((1 << 20, 2), {"optimizer_bits": 4}, "optimizer_bits: expected 8 or 32, got 4"),
     ((Tiny(), 2, {"stge": 1}), {}, "unknown config key 'stge'; did you mean 'stage'?"),
-    ((GPT(tied=True), 2, {"units": ["Bloc"]}), {}, "no module of class 'Bloc'; did you mean 'Block'?"),
+    ((GPT(tied=True), 2, {"units": ["Bloc"]}), {}, "class or name fits 'Bloc'; close to it are 'Block'"),
     ((with_integers(), 2), {}, "parameter 'count' has dtype torch.int64"),
     ((Tiny(), 4, {"mesh": {"pp": 2}}), {}, "mesh.pp: expected a torch.nn.Sequential"),
     ((1 << 30, 32, {"mesh": {"pp": 32}}), {}, "mesh.pp > 1: expected a model"),

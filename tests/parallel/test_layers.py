@@ -119,8 +119,31 @@ def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
 
 
 @pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ({"up": "colwise"}, ["blocks.0.up", "blocks.1.up"]),
+        ({"1.up": "colwise"}, ["blocks.1.up"]),
+        ({"blocks.?.[u]*": "colwise"}, ["blocks.0.up", "blocks.1.up"]),
+        ({"0.up": "replicate", "up": "colwise"}, ["blocks.1.up"]),
+        ({"out": "rowwise"}, ["out"]),  # the full name of one, and no end of another
+    ],
+)
+def test_a_plan_names_modules_as_a_config_names_parameters(plan, names):
+    model = Model()
+    model.blocks[0]["out"] = nn.Linear(8, 8)
+    assert [layer.name for layer in match(model, plan, 2)] == names
+
+
+def test_the_keys_of_a_model_of_transformers_are_full_names():
+    model = Model()
+    model.tp_plan = {"up": "colwise", "blocks.*.up": "rowwise", "inner": "colwise"}
+    assert plan_of(model) == {"blocks.*.up": "rowwise", "inner": "colwise"}
+
+
+@pytest.mark.parametrize(
     ("plan", "text"),
     [
+        ({"up.weight": "colwise"}, "tp_plan: no module of the model is called 'up.weight'"),
         ({"blocks.*.up": "columns"}, "expected one of colwise, colwise_gather_output, colwise_shared_heads,"),
         ({"*.attention": "local_params"}, "got 'local_params' for '*.attention'"),
         ({"blocks.*.upp": "colwise"}, "tp_plan: no module of the model is called 'blocks.*.upp'"),

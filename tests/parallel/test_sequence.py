@@ -130,6 +130,7 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce():
             "with 'sequence' each layer with parameters needs an entry, and 'blocks.0.after.weight' has none",
         ),
         (PLAN | {"blocks.0": "replicate", "blocks.?": "sequence_split"}, None),
+        ({at.removeprefix("blocks.*.") if "after" in at else at: word for at, word in PLAN.items()}, None),
         (
             {"blocks.?": "sequence_split", **PLAN},
             "expected 'sequence_split' for the first block only, got ['blocks.0', 'blocks.1']",

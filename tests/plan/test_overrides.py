@@ -180,5 +180,5 @@ def test_a_config_takes_a_word_or_patterns():
     assert Config(frozen="Replicate").frozen == "replicate"
     assert Config(frozen="tower").frozen == ("tower",)
     assert Config.from_dict(Config(frozen=["a.*", "b"]).to_dict()).frozen == ("a.*", "b")
-    with pytest.raises(ValueError, match=r"'frozen': expected 'shard' or 'replicate' or parameter names"):
+    with pytest.raises(ValueError, match=r"'frozen': expected 'shard' or 'replicate' or names of"):
         Config(frozen=False)

@@ -153,9 +153,29 @@ def test_asked_class_names_are_units_at_every_depth():
     assert names_of(model, chosen.units) == ["", "blocks.0.attention", "blocks.1.attention", "norm"]
 
 
-def test_a_misspelt_class_name_is_refused_with_the_closest_one():
-    with refuses("'units'", "'OtherBlok'", "did you mean 'OtherBlock'"):
-        find_units(Model(nn.ModuleList([OtherBlock()])), ["OtherBlok"])
+@pytest.mark.parametrize(
+    ("entry", "names"),
+    [
+        ("1", ["blocks.1"]),
+        ("*.0", ["blocks.0", "blocks.0.mlp.0", "blocks.1.mlp.0"]),
+        ("blocks.0", ["blocks.0"]),
+        ("attention.out", ["blocks.0.attention.out", "blocks.1.attention.out"]),
+        ("norm", ["norm"]),  # the full name of one
+        ("Attention", ["blocks.0.attention", "blocks.1.attention"]),
+    ],
+)
+def test_modules_that_are_named_or_fit_a_pattern_are_units(entry, names):
+    model = Model(nn.ModuleList([Block(), Block()]))
+    model.blocks[0].norm = nn.LayerNorm(4)
+    assert names_of(model, Config(units=entry).units) == ["", *names]
+
+
+def test_a_misspelt_class_or_name_is_refused_with_close_ones():
+    model = Model(nn.ModuleList([OtherBlock()]))
+    with refuses("'units'", "'OtherBlok'", "close to it are 'OtherBlock'"):
+        find_units(model, ["OtherBlok"])
+    with refuses("'units'", "'atention'", "close to it are 'attention'"):
+        find_units(model, ["atention"])
 
 
 # ------------------------------------------------------------------------------- tied and shared parameters

@@ -72,7 +72,7 @@ def test_units_are_the_classes_that_have_a_forward():
         start(units=["ModuleList"])
     trains(start(units=["Sequential"]))
     trains(start(units=["Tiny"]))
-    with told("did you mean 'Sequential'?"):
+    with told("close to it are 'Sequential'"):
         start(units=["Sequentail"])
 
 

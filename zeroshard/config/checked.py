@@ -186,11 +186,10 @@ MEMORY = either(ValueRule("a size such as '60GB'", _size), _BYTES)
 SECONDS = number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
 PATH = ValueRule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 TIER = choice("none", "cpu", "nvme")
-MODULE_NAMES = names_by("module names", _text)
-PATTERNS = names_by("parameter names, or patterns such as 'blocks.*.bias'", _text)
+PATTERNS = names_by("names of parameters or modules, or patterns such as 'blocks.*.bias'", _text)
 FROZEN = either(choice("shard", "replicate"), PATTERNS)
 _PREDICATE = ValueRule("a predicate that takes a module", _predicate)
-UNITS = either(names_by("class names (or module classes)", _class_name), _PREDICATE)
+UNITS = either(names_by("names of classes (or classes), or of modules", _class_name), _PREDICATE)
 SCHEDULE = either(
     choice(
         *("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"),

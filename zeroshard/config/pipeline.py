@@ -63,8 +63,8 @@ class Pipeline(Checked):
     """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
     balance: Annotated[str, checked.choice("time", "memory")] = "time"
     """Chunks are cut to have about the same "time", by operations, or parameters ("memory")."""
-    split: Annotated[Sequence[str] | None, checked.MODULE_NAMES] = None
-    """Names of the blocks that each begin a new chunk, in order, without the first block.
+    split: Annotated[Sequence[str] | None, checked.PATTERNS] = None
+    """Names of the blocks that each begin a new chunk, or patterns, in order, without the first block.
 
     None: the model is cut by `balance`.
     """

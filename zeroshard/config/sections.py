@@ -239,7 +239,7 @@ class Config(Checked):
     micro_batch_size: Annotated[int, checked.integer(1)] = 1
     """Samples in a rank's micro-batch, for the DataLoader that `initialize` builds."""
     units: Annotated[Sequence[str] | Callable[[Module], bool] | None, checked.UNITS] = None
-    """Modules that are gathered as one unit: class names or a predicate.
+    """Modules that are gathered as one unit: class names, names of modules or patterns, or a predicate.
 
     None: repeated blocks are found.
     """

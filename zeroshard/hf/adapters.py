@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.forwards.quantized import is_quantized
 from zeroshard.full.parameters import full_state_dict
 from zeroshard.hf.export import Format
+from zeroshard.plan.names import beginnings
 from zeroshard.sharding.runtime import Runtime
 
 _Written = dict[str, dict[str, list[str]]]
@@ -172,7 +172,7 @@ class Merging:
 
     def change_of(self, name: str) -> str:
         """Return the name of the adapters that change a parameter when they are merged; "" for none."""
-        for place in accumulate(name.split("."), "{}.{}".format):
+        for place in beginnings(name):
             if place in self._layers and (added := _added_by(self._layers[place])):
                 # Adapters of tied layers share their rows of tokens: merged twice, they change nothing more.
                 tokens = getattr(self._layers[place], "trainable_tokens_delta", None)

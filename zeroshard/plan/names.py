@@ -1,11 +1,12 @@
-"""Parameters and modules that a config names: ignored, replicated, or computed in another dtype.
+"""The language in which a user names modules and parameters.
 
-A pattern fits a parameter by its full name, or by the name of a module around it:
+`ignored`, `frozen` and `precision.overrides` name parameters, also by modules around them. `tp_plan`, `units`
+and `pipeline.split` name modules.
 
-    "layers.0.norm.weight"        the full name of a parameter: this one alone
+    "layers.0.norm.weight"        the full name of one: this one alone
     "*.norm*", "layers.*.router"  with *, ? or [: as in fnmatch, where * stands for dots as well
-    "router", "layers.3"          other text: parts of the name between dots, one after the other. It fits at
-                                  any depth, and "layers.1" does not fit "layers.10"
+    "router", "layers.3"          other text: the same, also with "*." before it. It fits at any depth, and
+                                  "layers.1" does not fit "layers.10"
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ class Cast:
     then it holds no parameters, with which some models call a module directly."""
 
 
-def fitting(pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names of the parameters that a pattern fits, in order.
+def fitting(pattern: str, names: Collection[str], *, inside: bool = True) -> list[str]:
+    """Return the names that a pattern fits, in order.
 
     Args:
         pattern: the pattern.
-        names: the full names of all parameters of the model.
+        names: the full names of all parameters, or modules, of the model.
+        inside: True fits what is inside of a module that the pattern fits, too.
     """
     if pattern in names:
         return [pattern]
-    if any(letter in pattern for letter in "*?["):
-        return [n for n in names if any(fnmatchcase(part, pattern) for part in _beginnings(n))]
-    return [name for name in names if f".{pattern}." in f".{name}."]
+    form = f".{pattern}" if any(letter in pattern for letter in "*?[") else f"*.{pattern}"
+    return [n for n in names if any(fnmatchcase(f".{at}", form) for at in (beginnings(n) if inside else [n]))]
 
 
-def _beginnings(name: str) -> Iterator[str]:
+def beginnings(name: str) -> Iterator[str]:
     """The names on the way to a name, which is the last: "a", "a.b" and "a.b.c"."""
     return accumulate(name.split("."), "{}.{}".format)
 
@@ -83,15 +84,33 @@ def find_parameters(
     names = {name: parameter for name, parameter in named if parameter not in left_out}
     for pattern in patterns or ():
         if not (found := fitting(pattern, names)):
-            parts = (part for name in names for part in (*_beginnings(name), *name.split(".")))
-            close = difflib.get_close_matches(pattern, dict.fromkeys(parts), n=3)
-            hint = f"; close to it are {', '.join(map(repr, close))}" if close else ""
             raise ValueError(
-                f"config key '{key}': the model has no parameter whose name fits '{pattern}'{hint}. Expected "
-                "the name of a parameter, as in named_parameters(), or of a module, or a pattern such as "
-                "'*.norm*'"
+                f"config key '{key}': the model has no parameter whose name fits {_told(pattern, names)}. "
+                "Expected the name of a parameter or of a module, or a pattern such as '*.norm*'"
             )
         yield from ((pattern, name, names[name]) for name in found)
+
+
+def _told(pattern: str, names: Iterable[str]) -> str:
+    """A pattern that fits none of some names, for an error, and parts of names that are close to it."""
+    parts = (part for name in names for part in (*beginnings(name), *name.split(".")))
+    close = difflib.get_close_matches(pattern, dict.fromkeys(parts), n=3)
+    return f"'{pattern}'" + (f"; close to it are {', '.join(map(repr, close))}" if close else "")
+
+
+def find_modules(root: nn.Module, entries: Iterable[str]) -> Iterator[nn.Module]:
+    """Find the modules that each entry of `units` names: by their class, or else by a pattern.
+
+    Raises:
+        ValueError: an entry names none.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for entry in entries:
+        of_class = [module for module in modules.values() if type(module).__name__ == entry]
+        if not (found := of_class or [modules[name] for name in fitting(entry, modules, inside=False)]):
+            told = _told(entry, (*modules, *(type(module).__name__ for module in root.modules())))
+            raise ValueError(f"config key 'units': the model has no module whose class or name fits {told}")
+        yield from found
 
 
 def find_ignored(root: nn.Module, patterns: Sequence[str] | None) -> Ignored:

@@ -8,17 +8,23 @@ that call other units than each other end in an error of the ledger, or of the w
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.plan.names import DtypesByName, FrozenChoice, find_ignored, find_overrides, find_replicated
+from zeroshard.plan.names import (
+    DtypesByName,
+    FrozenChoice,
+    beginnings,
+    find_ignored,
+    find_modules,
+    find_overrides,
+    find_replicated,
+)
 from zeroshard.plan.originals import Original, is_coded, is_packed
 from zeroshard.plan.placement import REPLICATED
 
@@ -33,7 +39,7 @@ _DROPS = ("layerdrop", "speech_encoder_layerdrop")
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
 
 UnitPolicy = Sequence[str] | Callable[[nn.Module], bool] | None
-"""Class names, a predicate, or None: find the repeated blocks."""
+"""Names of classes, patterns of names of modules, a predicate, or None: find the repeated blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,26 +74,22 @@ def find_units(
         frozen: the choice of frozen parameters that are replicated, see `find_replicated`.
 
     Raises:
-        ValueError: a class name that no module has; a parameter that cannot be sharded; a pattern that fits
-            no parameter.
+        ValueError: a class that no module has, or a pattern that fits none; a parameter that cannot be
+            sharded; a pattern that fits no parameter.
     """
     for name, module in root.named_modules():
         _check_module(module, name)
-    chosen = _choose(root, policy)
-    specs = {root: UnitSpec("", root, reason="the rest")}
-    specs |= {module: chosen[module] for module in root.modules() if module in chosen}
+    specs = {root: UnitSpec("", root, reason="the rest")} | _choose(root, policy)
     left_out = find_ignored(root, ignored)
     modules = dict(root.named_modules(remove_duplicate=False))
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if parameter not in left_out:
+            _check(parameter, name)
             places.setdefault(parameter, []).append(name)
     compute_dtypes = find_overrides(root, overrides, left_out)
     replicated = find_replicated(root, frozen, left_out)
-    names = {parameter: own[0] for parameter, own in places.items()}
-    for parameter, name in names.items():
-        _check(parameter, name)
-    _check_tensors(names, root.named_buffers())
+    _check_tensors({parameter: own[0] for parameter, own in places.items()}, root.named_buffers())
     for parameter, own in places.items():
         paths = [name.rpartition(".")[::2] for name in own]
         original = Original(
@@ -97,8 +99,7 @@ def find_units(
             compute_dtype=compute_dtypes.get(parameter),
             placements=REPLICATED if parameter in replicated else None,
         )
-        around = [("", *accumulate(path.split("."), "{}.{}".format)) for path, _ in paths]
-        chains = [[specs[m] for m in map(modules.__getitem__, chain) if m in specs] for chain in around]
+        chains = [[specs[m] for m in map(modules.get, ("", *beginnings(name))) if m in specs] for name in own]
         lowest = [spec for spec in chains[0] if all(spec in chain for chain in chains)][-1]
         lowest.originals.append(original)
     return [spec for spec in specs.values() if spec.originals or spec.module is root]
@@ -180,7 +181,7 @@ def _check(parameter: nn.Parameter, name: str) -> None:
 
 
 def _choose(root: nn.Module, policy: UnitPolicy) -> dict[nn.Module, UnitSpec]:
-    """The units of a choice other than the root, by their modules."""
+    """The units of a choice other than the root, by their modules, in the order of registration."""
     names = {module: name for name, module in root.named_modules() if module is not root}
     if policy is None:
         named = {name for part in root.modules() for name in getattr(part, "_no_split_modules", None) or ()}
@@ -189,13 +190,7 @@ def _choose(root: nn.Module, policy: UnitPolicy) -> dict[nn.Module, UnitSpec]:
     elif callable(policy):
         reasons = {module: "chosen by the predicate in units=" for module in names if policy(module)}
     else:
-        of_class = {module: type(module).__name__ for module in root.modules()}
-        for name in policy:
-            if name not in of_class.values():
-                close = difflib.get_close_matches(name, {*of_class.values()}, n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise ValueError(f"config key 'units': the model has no module of class '{name}'{hint}")
-        reasons = {m: f"a {kind}, listed in units=" for m, kind in of_class.items() if kind in policy}
+        reasons = {m: f"a {type(m).__name__}, listed in units=" for m in find_modules(root, policy)}
     found = {m: UnitSpec(name, m, reason=reasons[m]) for m, name in names.items() if m in reasons}
     for module, spec in found.items():
         if isinstance(module, _LISTS) and type(module).forward is nn.Module.forward:
@@ -245,11 +240,10 @@ def _find_blocks(
 def _chosen_among(module: nn.Module) -> set[str]:
     """The names of the children of a module of which its forward may run a part."""
     lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    own = {name for name, child in module._modules.items() if isinstance(child, lists)}
     config = getattr(module, "config", None)
     rates = [getattr(place, name, None) for place in (module, config) for name in _DROPS]
     if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) or any(rates):
-        return own
+        return {name for name, child in module._modules.items() if isinstance(child, lists)}
     return set(_CHOSEN_FROM & module._modules.keys())
 
 

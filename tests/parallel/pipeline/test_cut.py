@@ -15,6 +15,7 @@ from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
+from zeroshard.parallel.pipeline.part import take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
@@ -89,6 +90,7 @@ def test_parameters_stand_for_operations_with_a_warning_if_the_model_refuses_the
     ("split", "schedule", "num_microbatches", "runs"),
     [
         (["3"], "1f1b", 1, (range(3), range(3, 5))),
+        (["[2]"], "1f1b", 1, (range(2), range(2, 5))),
         ("1", "1f1b", 1, (range(1), range(1, 5))),
         (["1", "2", "4"], "interleaved", 2, (range(1), range(1, 2), range(2, 4), range(4, 5))),
         (["1", "2", "4"], VEE, 1, (range(1), range(1, 2), range(2, 4), range(4, 5))),
@@ -106,10 +108,11 @@ def test_names_begin_new_chunks(split, schedule, num_microbatches, runs):
         (
             ["layers.3"],
             "1f1b",
-            "expected 1 blocks that begin all but the first of 2 chunks, after '0'",
+            "'layers.3' fits none of '0', '1', '2' and 2 more; expected one",
         ),
+        (["[23]"], "1f1b", "'[23]' fits '2', '3' of '0', '1', '2' and 2 more; expected one"),
+        (["2", "3"], "1f1b", "expected 1 blocks that begin all but the first of 2 chunks, after '0'"),
         (["0"], "1f1b", "in the order of the model, got 1: 0"),
-        (["2", "3"], "1f1b", "got 2: 2, 3"),
         (["3", "2", "4"], "interleaved", "got 3: 3, 2, 4"),
         (["2", "2", "4"], "interleaved", "got 3: 2, 2, 4"),
     ],
@@ -117,6 +120,17 @@ def test_names_begin_new_chunks(split, schedule, num_microbatches, runs):
 def test_names_that_do_not_fit_are_refused(split, schedule, text):
     with pytest.raises(ValueError, match=f"pipeline.split: .*{re.escape(text)}"):
         cut(sequence(5), config_of(schedule, num_microbatches=2, split=split))
+
+
+def test_a_part_has_what_patterns_name_in_the_whole_model():
+    """In a part alone, the pattern "0.weight" would fit the end of another name."""
+    config = Config.from_dict({"mesh": {"pp": 2}, "units": ["*.0", "ReLU"], "ignored": "0.weight"})
+    found = []
+    for rank in range(2):
+        chunked = Chunked(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())))
+        made = cut_model(chunked, config, SampleSource(), CPU, counts=False)
+        found.append(take_part(chunked, config, made, rank).narrowed)
+    assert [(one.units, one.ignored) for one in found] == [((), ("0.weight",)), (("1.0", "1.1"), None)]
 
 
 # ------------------------------------------------------------------------------------------- the user's list

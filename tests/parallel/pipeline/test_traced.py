@@ -200,9 +200,20 @@ class TwoOutputs(nn.Sequential):
         return self[0](x), self[1](x)
 
 
+def test_a_pattern_begins_a_chunk_at_the_one_module_that_it_fits():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    sample = SampleBatch((torch.rand(2, 4),), {})
+    for pattern in ("1.0", "1.[0]"):
+        assert trace(model, sample, [pattern]).outline.blocks == ("beginning", "1.0")
+    with pytest.raises(
+        ValueError, match=r"split: '\?\.0' fits '0\.0', '1\.0' of '0', '0\.0', .*; expected one"
+    ):
+        trace(model, sample, ["?.0"])
+
+
 def test_a_name_that_the_model_lacks_and_two_outputs_are_refused():
     model, sample = TwoOutputs(nn.Linear(4, 4), nn.Linear(4, 4)), SampleBatch((torch.rand(2, 4),), {})
-    with pytest.raises(ValueError, match="got '2', which the model lacks"):
+    with pytest.raises(ValueError, match="'2' fits none of '0', '1'; expected one"):
         trace(model, sample, ["2"])
     with pytest.raises(ValueError, match="expected a model that returns one tensor"):
         trace(model, sample, ["1"])

@@ -28,7 +28,7 @@ from zeroshard.parallel.pipeline.profile import (
     weigh_blocks,
 )
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.traced import TracedChunks
+from zeroshard.parallel.pipeline.traced import TracedChunks, find_begin
 from zeroshard.tables import format_bytes, render
 
 if TYPE_CHECKING:
@@ -163,18 +163,18 @@ def _count(chunks: Chunked, config: Config, source: SampleSource) -> tuple[Block
 
 
 def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[range, ...]:
-    """Return the blocks of each chunk, given the names of the blocks that each begin a new one.
+    """Return the blocks of each chunk, given patterns for the blocks that each begin a new one.
 
     Raises:
-        ValueError: a name is no block, the names are not in the order of the model, or there are not as many
-            as the chunks need.
+        ValueError: a pattern does not fit one block, the blocks are not in the order of the model, or there
+            are not as many as the chunks need.
     """
-    places = {name: place for place, name in enumerate(outline.blocks)}
-    ends = [*(places.get(name, 0) for name in names), len(outline.blocks)]
+    blocks = outline.blocks
+    ends = [*(blocks.index(find_begin(name, blocks)) for name in names), len(blocks)]
     if len(names) != num_chunks - 1 or any(one >= other for one, other in pairwise([0, *ends])):
         raise ValueError(
             f"pipeline.split: expected {num_chunks - 1} blocks that begin all but the first of {num_chunks} "
-            f"chunks, after '{outline.blocks[0]}', up to '{outline.blocks[-1]}', in the order of the model, "
+            f"chunks, after '{blocks[0]}', up to '{blocks[-1]}', in the order of the model, "
             f"got {len(names)}: {', '.join(names)}"
         )
     return tuple(map(range, [0, *ends[:-1]], ends))

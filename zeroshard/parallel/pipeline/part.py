@@ -16,7 +16,7 @@ from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.schedules import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.simulate import count_activations
 from zeroshard.parallel.pipeline.traced import TracedChunks
-from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
+from zeroshard.plan.names import Ignored, find_ignored, find_modules, find_overrides, find_replicated
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
 
@@ -103,6 +103,7 @@ def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, ra
     """
     given, config, model = config, with_schedule(config, cut.schedule), chunked.model
     schedule = schedule_of(config, config.pipeline.num_microbatches)
+    units = {*find_modules(model, config.units)} if isinstance(config.units, tuple) else None
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(chunked, cut.runs, schedule)
     ignored = find_ignored(model, config.ignored)
@@ -121,7 +122,7 @@ def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, ra
         is_trained=is_trained,
         pairs=_pairs(schedule, holders),
         cut=cut,
-        narrowed=_narrowed(given, model, overrides, replicated),
+        narrowed=_narrowed(given, model, units, ignored, overrides, replicated),
     )
 
 
@@ -186,24 +187,23 @@ def _find_holders(
 def _narrowed(
     config: Config,
     model: nn.Module,
+    units: Container[nn.Module] | None,
+    ignored: Ignored,
     overrides: Mapping[nn.Parameter, torch.dtype],
     replicated: Container[nn.Parameter],
 ) -> Config:
     """Return a config without the names that other parts of the model have; the whole model has all.
 
-    Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
+    What is chosen is named in full: a pattern may fit another module in a part, and a tied parameter may have
+    the name that fits on another rank.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    ignored = [pattern for pattern in config.ignored or () if fitting(pattern, named)]
-    units = config.units
-    if units is not None and not callable(units):
-        kinds = {type(module).__name__ for module in model.modules()}
-        units = [unit for unit in units if unit in kinds]
+    modules = model.named_modules(remove_duplicate=False)
     own = {name: overrides[p] for name, p in named.items() if p in overrides}
     return replace(
         config,
-        ignored=ignored or None,
-        units=units,
+        ignored=[name for name, p in named.items() if p in ignored] or None,
+        units=config.units if units is None else [name for name, one in modules if name and one in units],
         precision=replace(config.precision, overrides=own or None),
         frozen=[name for name, p in named.items() if p in replicated] or "shard",
     )

@@ -29,8 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from zeroshard.internals.warn import first_of
 from zeroshard.parallel.pipeline.chunked import Outline, surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.profile import SampleBatch, same_random_numbers
+from zeroshard.plan.names import fitting
 
 Value = tuple[int, int]
 """An output of a chunk: the number of the chunk, and its place among the outputs."""
@@ -44,28 +46,39 @@ class _ChunkGraph(NamedTuple):
     """Its arguments: each is an argument of the model, by name, or a value of an earlier chunk."""
 
 
+def find_begin(pattern: str, names: Sequence[str]) -> str:
+    """Return the name of the one module that an entry of `pipeline.split` fits.
+
+    Raises:
+        ValueError: it fits none, or several.
+    """
+    found = fitting(pattern, names, inside=False)
+    if len(found) != 1:
+        raise ValueError(
+            f"pipeline.split: '{pattern}' fits {first_of(found) or 'none'} of {first_of(names)}; expected one"
+        )
+    return found[0]
+
+
 def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> TracedChunks:
     """Trace a model with a micro-batch, and cut it before modules.
 
     Args:
         model: the whole model; it stays as it is.
         sample: a micro-batch. All micro-batches must have its shapes.
-        names: the modules that each begin a new chunk.
+        names: patterns for the modules that each begin a new chunk.
 
     Raises:
-        ValueError: there is no such module, one has hooks, the model cannot be traced, or its output is no
-            tensor.
+        ValueError: a pattern does not fit one module, a module has hooks, the model cannot be traced, or its
+            output is no tensor.
     """
     from torch.distributed.pipelining import SplitPoint, pipeline  # here: few scripts need them
 
     known = dict(model.named_modules())
     if hooked := [name for name, module in known.items() if any(surroundings_of(module)[1:])]:
         raise ValueError(tell_hooked(hooked[0]))
-    for name in names:
-        if name not in known or not name:
-            raise ValueError(
-                f"pipeline.split: expected names of modules, got '{name}', which the model lacks"
-            )
+    inside = [name for name in known if name]
+    names = [find_begin(name, inside) for name in names]
     bound = inspect.signature(model.forward).bind(*sample.inputs, **sample.named)
     if unknown := [key for key, value in bound.arguments.items() if not isinstance(value, Tensor)]:
         raise ValueError(

@@ -24,6 +24,7 @@ from zeroshard.parallel.tensor.styles import (
     Plan,
     Split,
     cuts_of_experts,
+    named_by,
     with_heads,
 )
 from zeroshard.plan.cuts import Cut
@@ -47,8 +48,8 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     kind = str(getattr(getattr(model, "config", None), "model_type", None))
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     plan |= _BESIDE.get(kind, {}) if plan else {}
-    names = [name for name, _ in model.named_modules()]
-    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+    # A key is a full name, so "lm_head" means no "language_model.lm_head".
     plan = {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
     return plan | _with_tied_embeddings(model, plan)
 
@@ -56,13 +57,13 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 def _with_tied_embeddings(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Entries for embeddings that the plan leaves out, and whose table is the weight of a divided layer."""
     weights = {name: module._parameters.get("weight") for name, module in model.named_modules()}
-    divided = {name for name in weights if any(fnmatchcase(name, at) for at in plan)}
-    tables = {weights[name] for name in divided} - {None}
-    modules = model.named_modules()
-    embeddings = (
-        name for name, module in modules if isinstance(module, nn.Embedding) and name not in divided
-    )
-    return {name: "rowwise" for name in embeddings if weights[name] in tables}
+    divided = named_by(plan, model)
+    tables = {weights.get(name) for name in divided} - {None}
+    return {
+        name: "rowwise"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name not in divided and weights[name] in tables
+    }
 
 
 _WHOLE = LayerPlan(Split.REPLICATE)
@@ -75,8 +76,7 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
 
     Args:
         model: the model.
-        plan: styles by pattern. A pattern is the name of a module, with `*` for any part of it; the first one
-            that fits a module holds.
+        plan: styles by pattern, see `plan/names.py`; the first one that fits a module holds.
         num_ranks: the ranks of a tensor group.
 
     Raises:
@@ -84,11 +84,11 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
             it.
     """
     styles = {pattern: LayerPlan.of(style, pattern) for pattern, style in plan.items()}
-    found, fitting = [], set()
+    fits, found, used = {pattern: named_by([pattern], model) for pattern in styles}, [], set()
 
     def style_of(name: str) -> LayerPlan:
-        patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
-        fitting.update(patterns)
+        patterns = [pattern for pattern in styles if name in fits[pattern]]
+        used.update(patterns)
         return styles[patterns[0]] if patterns else _WHOLE
 
     for name, module in model.named_modules():
@@ -103,7 +103,7 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
                 cuts = {} if style.way in WITHOUT_CUTS else dict(_cuts(name, module, style, num_ranks))
             found.append(Divided(name, module, style, cuts, parent))
             _refuse_own_code(found[-1])
-    for pattern in styles.keys() - fitting:
+    for pattern in styles.keys() - used:
         raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
     return found
 

@@ -43,7 +43,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -55,7 +54,7 @@ from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import TENSOR
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Split
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Split, named_by
 from zeroshard.sharding.context import Changes
 
 _Value = TypeVar("_Value")
@@ -396,10 +395,10 @@ def check_coverage(model: nn.Module, patterns: Collection[str]) -> None:
     Raises:
         ValueError: there is such a parameter.
     """
+    known = named_by(patterns, model)
     for name, module in model.named_modules():
-        is_named = any(fnmatchcase(name, pattern) for pattern in patterns)
         for attribute, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and not is_named:
+            if parameter is not None and parameter.requires_grad and name not in known:
                 full = f"{name}.{attribute}" if name else attribute
                 raise ValueError(
                     f"tp_plan: with 'sequence' each layer with parameters needs an entry, and '{full}' has "
@@ -412,13 +411,6 @@ _PRE_NORM = ("gemma", "gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
 """Models of transformers whose blocks have norms before attention and MLP only, by their `model_type`."""
 
 
-def _holds_rows(block: nn.Module, name: str, plan: Mapping[str, Any]) -> bool:
-    """True if a block has a layer that is divided by rows."""
-    rows = [pattern for pattern, word in plan.items() if LayerPlan.of(word, pattern).way in BY_ROWS]
-    names = [f"{name}.{inner}" for inner, _ in block.named_modules()]
-    return any(fnmatchcase(inner, pattern) for inner in names for pattern in rows)
-
-
 def with_sequence(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plan of a model of transformers with entries for its norms and its first block.
 
@@ -426,10 +418,12 @@ def with_sequence(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: it is none of the models that are known.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
+    by_rows = [pattern for pattern, word in plan.items() if LayerPlan.of(word, pattern).way in BY_ROWS]
+    rows = named_by(by_rows, model)
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and _holds_rows(module[0], f"{name}.0", plan)
+        if isinstance(module, nn.ModuleList) and any(layer.startswith(f"{name}.0.") for layer in rows)
     ]
     if kind not in _PRE_NORM or len(lists) != 1:
         raise ValueError(
@@ -444,9 +438,9 @@ def with_sequence(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         for child, module in holder.named_children():
             if "Norm" in type(module).__name__:
                 whole[f"{prefix}.{child}" if prefix else child] = "sequence"
-    known = list(whole)
+    known = named_by(whole, model)
     for other, module in model.named_modules():
         is_outside = not other.startswith(f"{name}.") and any(True for _ in module._parameters.values())
-        if is_outside and not any(fnmatchcase(other, pattern) for pattern in known):
+        if is_outside and other not in known:
             whole[other] = "replicate"
     return whole

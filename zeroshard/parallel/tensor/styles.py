@@ -14,7 +14,7 @@ Transformers keeps the experts of a layer in one module. Its parameters have the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.plan.cuts import Cut, Section
+from zeroshard.plan.names import fitting
 
 
 class Split(Enum):
@@ -106,6 +107,12 @@ class LayerPlan:
 
 Plan = Mapping[str, str | LayerPlan]
 """Styles, or their words, by a pattern of names of modules."""
+
+
+def named_by(patterns: Iterable[str], model: nn.Module) -> set[str]:
+    """Return the names of modules, and of the parameters of experts, that patterns of a plan fit."""
+    names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+    return {name for pattern in patterns for name in fitting(pattern, names, inside=False)}
 
 
 @dataclass(frozen=True, slots=True)
