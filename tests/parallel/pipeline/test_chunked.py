@@ -65,6 +65,16 @@ def test_chunks_of_a_model_of_transformers_compute_it(kind, runs):
         assert torch.equal(value.logits, want.logits)
 
 
+def test_a_module_that_is_replaced_later_computes_in_all_forwards_from_then_on():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    chunked, x = kept(model, [range(2), range(2, 3)], [0, 1]), torch.randn(3, 2)
+    model[1] = nn.ReLU()
+    for _ in range(2):
+        (middle,) = chunked(0, (), {"input": x})
+        assert torch.equal(middle, model[0](x).relu())
+        assert torch.equal(chunked(1, [middle], {}), model[2](middle))
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,8 +165,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 class ChunkTurn:
     """The chunk that computes."""
 
-    def __init__(self) -> None:
-        self.chunk: int | None = None
+    chunk: int | None = None
 
 
 class Absent(nn.Module):
@@ -211,16 +210,6 @@ class Absent(nn.Module):
     __call__ = forward  # without hooks: the hooks of a layer run where it computes
 
 
-class _ChunkModule(NamedTuple):
-    """A module of this rank, and its stand-in."""
-
-    chunk: int
-    holder: nn.Module
-    attribute: str
-    module: nn.Module
-    absent: Absent
-
-
 class Chunked:
     """The chunks of a model: first all of them, then the chunks of this rank.
 
@@ -243,7 +232,8 @@ class Chunked:
             raise ValueError(tell_hooked(hooked[0]))
         self._is_sequence, self._turn = isinstance(model, nn.Sequential), ChunkTurn()
         self._last_chunk = 0
-        self._places: list[_ChunkModule] = []
+        self._stand_ins: list[tuple[int, nn.Module, str, Absent]] = []
+        """Of each module of this rank: its chunk, the container with its name there, and its stand-in."""
 
     def tensors_of(self, blocks: range) -> Iterator[Tensor]:
         """Yield the parameters of the chunk with a run of blocks, and the buffers that it may write."""
@@ -269,7 +259,7 @@ class Chunked:
                 names = [inside for inside, _ in module.named_parameters(remove_duplicate=False)]
                 absent = Absent(adds=is_added, turn=self._turn, name=name, names=names)
                 if chunk in own:
-                    self._places.append(_ChunkModule(chunk, holder, attribute, module, absent))
+                    self._stand_ins.append((chunk, holder, attribute, absent))
                 else:
                     holder._modules[attribute] = absent
         # A module that refers to one of another rank would compute with its first values forever.
@@ -278,7 +268,7 @@ class Chunked:
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules of a chunk of this rank."""
-        return [place.module for place in self._places if place.chunk == chunk]
+        return [holder.get_submodule(name) for own, holder, name, _ in self._stand_ins if own == chunk]
 
     check = staticmethod(refuse_collected)
 
@@ -296,9 +286,12 @@ class Chunked:
         """
         value, is_last = inputs[0] if inputs else None, chunk == self._last_chunk
         self._turn.chunk = chunk
-        others = [place for place in self._places if place.chunk != chunk]
-        for place in others:
-            place.holder._modules[place.attribute] = place.absent
+        # Containers of its own for each chunk would miss what the user and the engine change later: the mode,
+        # an attribute such as the loss function, a module, a forward around the model's.
+        whole = [(one._modules, one._modules.copy()) for _, one in self.containers]
+        for own, holder, attribute, absent in self._stand_ins:
+            if own != chunk:
+                holder._modules[attribute] = absent
         try:
             if self._is_sequence:
                 output = self.model(kwargs["input"] if value is None else value)
@@ -314,8 +307,8 @@ class Chunked:
             outputs = self.model(**given)
             return outputs if is_last else [outputs.logits]
         finally:
-            for place in others:
-                place.holder._modules[place.attribute] = place.module
+            for modules, before in whole:
+                modules.update(before)
             self._turn.chunk = None
 
 
