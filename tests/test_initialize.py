@@ -20,6 +20,7 @@ from tests.ranks import on_ranks
 from zeroshard import Config, Engine, Initialized
 from zeroshard.agreement import check_agreement
 from zeroshard.comm.collectives import Axis
+from zeroshard.config.checked import flat
 from zeroshard.internals.warn import first_of
 from zeroshard.plan.units import find_units
 
@@ -361,8 +362,8 @@ def bytes_of_agreement(num):
     """What a rank sends to agree on a model of `num` parameters."""
     model = layers_by_name(num)
     axis = Axis(dist.group.WORLD, device=torch.device("cpu"), timeout_s=20)
-    config = Config()
-    check_agreement(axis, model, config, find_units(model, None), torch.optim.SGD(model.parameters()), {})
+    settings, optimizer = flat(Config()), torch.optim.SGD(model.parameters())
+    check_agreement(axis, model, settings, find_units(model, None), optimizer, {})
     return sum(axis.ledger.counter.bytes_sent.values())
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
-from zeroshard.config.checked import flat
-from zeroshard.config.sections import Config
 from zeroshard.lazy.deferred import describe_origin, has_memory
 from zeroshard.plan.units import UnitSpec
 
@@ -26,7 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def check_agreement(
     axis: Axis,
     model: nn.Module,
-    config: Config,
+    settings: Mapping[str, Any],
     specs: Sequence[UnitSpec],
     optimizer: Optimizer | None,
     overrides: Mapping[Tensor, Mapping[str, Any]],
@@ -38,7 +36,7 @@ def check_agreement(
     Args:
         axis: the axis of all ranks, on this rank's device.
         model: the model with its original parameters.
-        config: the config as it was given.
+        settings: the values of the config, by key.
         specs: the units to be.
         optimizer: the optimizer over these parameters.
         overrides: hyperparameters of single parameters.
@@ -49,11 +47,11 @@ def check_agreement(
         RuntimeError: on every rank, with the first difference and the ranks that have it.
     """
     end = "nothing more"  # of a kind, where another rank has more
-    settings = {k: "a predicate" if callable(v) else repr(v) for k, v in flat(config).items()}
-    del settings["device"]  # its index may differ between ranks
+    texts = {k: "a predicate" if callable(v) else repr(v) for k, v in settings.items()}
+    del texts["device"]  # its index may differ between ranks
     facts = [
         f"a device of type {axis.device.type}",
-        *(f"config {key}={value}" for key, value in settings.items()),
+        *(f"config {key}={value}" for key, value in texts.items()),
         end,
         *(*_model_facts(model, specs), end),
         *(f"unit '{spec.name}' with '{original.fqn}'" for spec in specs for original in spec.originals),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,10 @@ from zeroshard.lazy.recording import (
     place_ignored,
     refuse_recording,
 )
-from zeroshard.parallel.pipeline.chunked import Absent
-from zeroshard.parallel.pipeline.part import ModelPart
+from zeroshard.parallel.pipeline.chunked import Absent, Chunked
+from zeroshard.parallel.pipeline.cut import ModelCut
+from zeroshard.parallel.pipeline.part import ModelPart, take_part
+from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.losses import tile_losses
@@ -44,8 +47,9 @@ from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
+from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import group, plan_units, read_setting, units_ahead
-from zeroshard.plan.names import Cast, find_ignored
+from zeroshard.plan.names import Cast, find_ignored, find_modules, find_overrides, find_replicated
 from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
@@ -83,8 +87,41 @@ def open_data_parallel(
     config: Config, world: Axis, mesh: DeviceMesh | None = None, *, is_local: bool = False
 ) -> Axes:
     """Open the axes that `config` asks for over all ranks, or the axes of a mesh; collective."""
-    inner, mesh = config.reshard_after_forward, mesh or build_mesh(config, world.device, is_local=is_local)
+    if mesh is None:
+        group_size = config.shard_group_size or (1 if is_local else None)  # a replica is one rank
+        asked = Arrangement(world.size, config.mesh.pp, config.mesh.tp, group_size)
+        mesh = build_mesh(asked, world.device, config.watchdog_s)
+    inner = config.reshard_after_forward
     return open_axes(mesh, world, inner_size=1 if isinstance(inner, bool) else inner, is_local=is_local)
+
+
+def own_part(
+    chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, rank: int
+) -> tuple[ModelPart, Config]:
+    """Take the modules of other pipeline ranks out of a model, see `take_part`.
+
+    Returns:
+        The part, and the config without the names that other parts of the model have; the whole model has
+        all.
+    """
+    model, precision, once = chunked.model, config.precision, config.reshard_after_forward is False
+    units = {*find_modules(model, config.units)} if isinstance(config.units, tuple) else None
+    ignored = find_ignored(model, config.ignored)
+    overrides = find_overrides(model, precision.overrides, ignored)
+    replicated = find_replicated(model, config.frozen, ignored)
+    part = take_part(chunked, cut, rank, ignored, precision.param_dtype, gathers_once=once)
+    # What is chosen is named in full: a pattern may fit another module in a part, and a tied parameter may
+    # have the name that fits on another rank.
+    named = dict(model.named_parameters(remove_duplicate=False))
+    modules = model.named_modules(remove_duplicate=False)
+    own = {name: overrides[p] for name, p in named.items() if p in overrides}
+    return part, replace(
+        config,
+        ignored=[name for name, p in named.items() if p in ignored] or None,
+        units=config.units if units is None else [name for name, one in modules if name and one in units],
+        precision=replace(precision, overrides=own or None),
+        frozen=[name for name, p in named.items() if p in replicated] or "shard",
+    )
 
 
 def shard_over(
@@ -102,7 +139,7 @@ def shard_over(
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
     casts = prepare_forwards(module, division, config, over, changes)
-    change_mlps(module, config, changes)
+    change_mlps(module, config.recompute, config.mlp.tiles, changes, is_whole=part is None)
     check_values(module)
     host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
@@ -143,7 +180,8 @@ def shard_over(
         called = module._modules.values() if has_loop else ()  # a module may be called twice
         loop = [one for one in called if one is not None and not isinstance(one, Absent)]
         in_flight = 1.0 if part is None else part.in_flight
-        budget = Budget(units, changes, context, config, loop, in_flight)
+        asked, has_link = config.memory_budget, not (host_computes or config.compile)
+        budget = Budget(units, changes, context, asked, loop, in_flight, has_link=has_link)
     if config.offload.activations == "cpu" and not host_computes:
         offload_activations(units, changes, context)
     exclude_from_tracing()
@@ -181,7 +219,7 @@ def prepare_forwards(
     if over is not None:
         install(module, division.layers, over, changes)
     cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
-    tile_losses(module, division.specs, config, changes)
+    tile_losses(module, division.specs, config.loss.tiles, changes, is_divided=config.mesh.tp > 1)
     return casts
 
 

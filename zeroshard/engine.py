@@ -15,6 +15,7 @@ from zeroshard.checkpoint import capture, load
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.wrappers import refuse_wrappers
+from zeroshard.config.sections import Config
 from zeroshard.data.microbatch import LossFunction, check_loss
 from zeroshard.forwards import methods
 from zeroshard.hf import live
@@ -23,7 +24,6 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.memory import report
 from zeroshard.optim.asynchronous import method_of
 from zeroshard.parallel.pipeline import cut
-from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import Moment
@@ -62,13 +62,13 @@ class Engine(NotCopied, nn.Module):
     """The model that was given."""
 
     def __init__(
-        self, module: nn.Module, parts: EngineState, loss_fn: LossFunction | None, part: ModelPart | None
+        self, module: nn.Module, parts: EngineState, config: Config, loss_fn: LossFunction | None
     ) -> None:
         super().__init__()
         self.module = module  # it is shared, not registered: so names have no prefix
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
-        self.config = config = parts.config
+        self.config = config
         self.optimizer, self.lr_scheduler = parts.optimizer, parts.lr_scheduler
         self.loss_fn = loss_fn
         self._parts, self._runtime, self._axes = parts, parts.runtime, parts.runtime.context.axes
@@ -86,7 +86,7 @@ class Engine(NotCopied, nn.Module):
         max_norm, nonfinite, loss_scale = config.clip_grad_norm, config.nonfinite, config.precision.loss_scale
         is_alone = parts.optimizer is not None
         self._guard = StepGuard(parts.runtime, max_norm, nonfinite, loss_scale, is_alone=is_alone)
-        self._part = part
+        self._part = part = parts.part
         self._pipeline: PipelineTraining | None = None
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, config.gradient_accumulation_steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,13 +15,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from zeroshard.agreement import check_agreement
-from zeroshard.assemble import open_data_parallel, shard_over, specify_units
+from zeroshard.assemble import open_data_parallel, own_part, shard_over, specify_units
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
 from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
+from zeroshard.config.checked import flat
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import EpochLoader
 from zeroshard.data.microbatch import LossFunction
@@ -36,7 +38,7 @@ from zeroshard.optim.muon import refuse_ignored
 from zeroshard.outer import OuterStep, OuterSteps
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.part import ModelPart, take_part
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
 from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
@@ -117,8 +119,9 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
     world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
     if world is not None and config.mesh.pp > 1:
-        part, described = _part_of_model(model, optimizer, config, world, source)
-        model, config = part.chunked.model, part.narrowed
+        described = describe_model(model)
+        part, config = _part_of_model(model, optimizer, config, world, source)
+        model = part.chunked.model
         if part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
     specs = specify_units(model, config)
@@ -137,10 +140,10 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     hook = make_hook(gradient_hook, optimizer, whole, model, world, is_local=outer_step is not None)
     if part is None:
         others = [outer_step, hook]
-        check_agreement(world, model, config, specs, optimizer, overrides, training_data, others)
+        check_agreement(world, model, flat(config), specs, optimizer, overrides, training_data, others)
     axes = open_data_parallel(config, world, is_local=outer_step is not None)
     if part is not None:
-        check_agreement(axes.everyone, model, config, specs, optimizer, overrides, training_data)
+        check_agreement(axes.everyone, model, flat(config), specs, optimizer, overrides, training_data)
     close_at_exit(axes, *axes.members)
     check_room(specs, config, axes, optimizer, device)
     by_parts = optimizer is not None and is_known(optimizer)
@@ -154,14 +157,17 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     loader = _build_loader(training_data, collate_fn, config, axes)
     parts = EngineState(
         runtime=runtime,
-        config=whole,
+        # A predicate cannot be written down.
+        config=(replace(whole, units=None) if callable(whole.units) else whole).to_dict(),
+        checkpoint=whole.checkpoint,
+        part=part,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         loader=loader,
         described=described,
         averages={} if outer_step is None else OuterSteps(outer_step, runtime).kept,
     )
-    engine = Engine(model, parts, loss_fn, part)
+    engine = Engine(model, parts, whole, loss_fn)
     if runtime.budget is not None:
         own = ref(engine)  # a module lives on without its engine
         runtime.budget.take_peak = lambda: 0 if (found := own()) is None else take_peak(found)
@@ -197,7 +203,7 @@ def _planned(
 
 def _part_of_model(
     model: nn.Module, optimizer: object, config: Config, world: Axis, source: SampleSource
-) -> tuple[ModelPart, dict[str, Any]]:
+) -> tuple[ModelPart, Config]:
     """Take this rank's part of a model, which rank 0 cuts for all ranks; collective.
 
     Args:
@@ -208,7 +214,7 @@ def _part_of_model(
         source: the samples, with which operations are counted.
 
     Returns:
-        The part, and the description of the whole model, see `describe_model`.
+        The part, and the config with those names of modules and parameters that it has.
 
     Raises:
         ValueError: the model cannot be cut, as the message says; or the optimizer is there already.
@@ -224,17 +230,16 @@ def _part_of_model(
             f"mesh.pp={config.mesh.pp}: expected a whole model, got a part of one, which an engine has taken "
             "out of it: build the model again"
         )
-    described = describe_model(model)
     chunked = _traced(model, config, world, source) if config.pipeline.trace else Chunked(model)
     model = chunked.model
     specs = specify_units(model, config)
-    check_agreement(world, model, config, specs, None, {}, source.training_data)
-    made = on_first(
-        world, "cut of the model into chunks", lambda: cut_model(chunked, config, source, world.device)
-    )
+    check_agreement(world, model, flat(config), specs, None, {}, source.training_data)
+    read = partial(sample_of, model, source, config.micro_batch_size)
+    make = partial(cut_model, chunked, config.pipeline, config.mesh.pp, world.device, read)
+    made = on_first(world, "cut of the model into chunks", make)
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    part = take_part(chunked, config, made, arrangement.coordinates(world.rank).pp)
-    return replace(part, is_frozen=part.is_frozen and optimizer is not None), described
+    part, narrowed = own_part(chunked, config, made, arrangement.coordinates(world.rank).pp)
+    return replace(part, is_frozen=part.is_frozen and optimizer is not None), narrowed
 
 
 def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource) -> TracedChunks:

@@ -20,7 +20,7 @@ from zeroshard.comm.mesh import (
     start_process_group,
     stop_process_group,
 )
-from zeroshard.config.sections import Config, Mesh
+from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.placement import DP_SHARD
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_shard_groups_are_consecutive_ranks_and_replicas_have_the_same_place_in_
     for group_size in (1, 2, 4):
         rows = [list(range(first, first + group_size)) for first in range(0, 4, group_size)]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        mesh = build_mesh(Config(shard_group_size=group_size), CPU)
+        mesh = build_mesh(Arrangement(4, shard_group_size=group_size), CPU, 20)
         assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
         assert mesh.mesh.tolist() == rows
         groups = [dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names]
@@ -50,7 +50,7 @@ def test_shard_groups_are_consecutive_ranks_and_replicas_have_the_same_place_in_
 
 @on_ranks(4)
 def test_a_part_of_the_model_has_its_own_data_parallel_ranks():
-    mesh = build_mesh(Config(mesh=Mesh(tp=2)), CPU)
+    mesh = build_mesh(Arrangement(4, tp=2), CPU, 20)
     axes, rank = open_axes(mesh, world()), dist.get_rank()
     data, tensor = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
     assert mesh.mesh_dim_names == ("dp_shard", "tp")
@@ -65,12 +65,12 @@ def test_a_part_of_the_model_has_its_own_data_parallel_ranks():
 @on_ranks(2)
 def test_engines_on_the_same_ranks_have_tags_of_their_own_that_all_ranks_agree_on():
     """In a group of all, then rank 0 in one of its own, then in a group of all again."""
-    first = open_axes(build_mesh(Config(), CPU), world()).dp_shard.first_tag
+    first = open_axes(build_mesh(Arrangement(2), CPU, 20), world()).dp_shard.first_tag
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     if dist.get_rank() == 0:
         mesh = dist.device_mesh.DeviceMesh.from_group(alone, "cpu", mesh_dim_names=(DP_SHARD,))
         open_axes(mesh, world())
-    second = open_axes(build_mesh(Config(), CPU), world()).dp_shard.first_tag
+    second = open_axes(build_mesh(Arrangement(2), CPU, 20), world()).dp_shard.first_tag
     assert set(world().all_gather_object((first, second), "test")) == {(first, second)}
     assert abs(second - first) >= 1 << 16
     assert max(first, second) < 1 << 31

@@ -13,14 +13,13 @@ import zeroshard
 from tests.forwards.peak import Peak
 from tests.parallel.models import build, kind_of, tokens_of
 from tests.parallel.runs import compare, divided, plain
-from zeroshard.config.sections import Config, Mlp
+from zeroshard.config.sections import Config
 from zeroshard.forwards import lean, tiled
 from zeroshard.forwards.dryrun import LiveBytes
 from zeroshard.forwards.lean import change_mlps
 from zeroshard.sharding.context import Changes
 
 TOKENS, INNER = 32, 48
-LEAN = Config(recompute="lean")
 
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -39,7 +38,7 @@ def ran(module, is_lean, width):
     changes, x = Changes(), torch.randn(TOKENS, width, requires_grad=True)
     module.zero_grad()
     if is_lean:
-        change_mlps(module, LEAN, changes)
+        change_mlps(module, "lean", "none", changes, is_whole=True)
     with LiveBytes([x, *module.parameters()]) as live:
         output = module(x)
         saved = live.now - output.nbytes
@@ -92,7 +91,7 @@ def with_one_projection():
 @pytest.mark.parametrize("make", [Patched, with_edits, with_forward, with_one_projection])
 def test_other_modules_stay_as_they_are(make):
     module, changes = make(), Changes()
-    change_mlps(module, LEAN, changes)
+    change_mlps(module, "lean", "none", changes, is_whole=True)
     assert not changes.stacks
 
 
@@ -117,10 +116,10 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, num_ranks, conf
 def test_an_mlp_in_tiles_has_the_same_gradients_and_one_tile_at_a_time(tiles, monkeypatch):
     monkeypatch.setattr(tiled, "TILE_BYTES", 5 * 6 * INNER * 8 * 2)
     found = []
-    for config in (Config(), Config(mlp=Mlp(tiles=tiles))):
+    for number in ("none", tiles):
         torch.manual_seed(0)
         module, x = Gated().double(), torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True)
-        change_mlps(module, config, Changes())
+        change_mlps(module, "none", number, Changes(), is_whole=True)
         with Peak([x, *module.parameters()]) as live:
             output = module(x)
             saved = live.now

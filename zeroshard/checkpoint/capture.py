@@ -30,10 +30,11 @@ from zeroshard.checkpoint.save import Snapshot, write
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
 from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import Axis, on_all
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import Checkpoint
 from zeroshard.data.loader import DataPosition, EpochLoader
 from zeroshard.internals.warn import warn_user
 from zeroshard.outer import Kept, folder_of, on_replicas
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
@@ -70,7 +71,10 @@ class EngineState:
     """The parts of an engine."""
 
     runtime: Runtime
-    config: Config
+    config: dict[str, Any]
+    """All settings, as a checkpoint has them."""
+    checkpoint: Checkpoint
+    part: ModelPart | None
     optimizer: Optimizer | None
     lr_scheduler: Any
     loader: EpochLoader | None
@@ -163,7 +167,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
             "save_checkpoint() in an unfinished step: a checkpoint does not save gradients. End the step "
             "with backward() and step(), or drop it with zero_grad()"
         )
-    keeps_frozen = parts.config.checkpoint.frozen
+    keeps_frozen = parts.checkpoint.frozen
     # Of parameters that were frozen at initialize: no optimizer can have changed them.
     frozen = [] if keeps_frozen else [buffer for buffer in runtime.buffers if not buffer.trainable]
     left_out = [parameter.fqn for buffer in frozen for parameter in buffer.sharded]
@@ -203,7 +207,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     return Snapshot(
         folder=reading.folder,
         tag=tag,
-        keep_last=parts.config.checkpoint.keep_last,
+        keep_last=parts.checkpoint.keep_last,
         slices=written,
         manifest=manifest,
         values=files,
@@ -258,13 +262,12 @@ def _read(
 def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: list[str]) -> Manifest:
     runtime, optimizer, scheduler = parts.runtime, parts.optimizer, parts.lr_scheduler
     rounding, blocks, aliases = engine._guard.rounding, blocks_by_name(runtime), model.aliases
-    axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
-    is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
+    axes, is_half = runtime.context.axes, runtime.reducer.is_half
     written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.savers.size}
     return Manifest(
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),
-        config=(config if is_plain else replace(config, units=None)).to_dict(),
+        config=parts.config,
         global_step=engine.global_step,
         skipped_steps=engine.skipped_steps,
         loss_scale=SavedScale(**engine._guard.loss_scale.state()) if is_half else None,

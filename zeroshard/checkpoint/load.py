@@ -141,7 +141,7 @@ def _load(
     stored = loading.stored
     everyone = [names for _, names in answers if names is not None] or [loading.own]
     loading.check_all_found(everyone)
-    if parts.config.checkpoint.verify:
+    if parts.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
     _check_frozen(runtime, stored, loading.names)
@@ -214,7 +214,7 @@ class _Loading:
                         self._schedule = reorder_schedule(self.values.lr_scheduler, present, matches)
                 if parts.lr_scheduler is not None and self._schedule is None:
                     warn_user(f"'{directory}' holds no LR schedule: the LR scheduler keeps its present state")
-            noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
+            noted = None if parts.part is None else noted_change(parts.part)
             blocks, scalars = blocks_by_name(self._runtime), self.values.scalars
             self._states = match_states(optimizer, stored, scalars, self.names, blocks, convert_states, noted)
         self._record = None if optimizer is None else self._match_hook()

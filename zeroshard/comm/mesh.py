@@ -35,7 +35,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.watch.status import GATHER, REDUCE
-from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement, groups_along
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 
@@ -180,23 +179,16 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(config: Config, device: torch.device, *, is_local: bool = False) -> DeviceMesh:
-    """Return the mesh of `config` over all ranks of the default group, with the axes that it asks for.
-
-    With `is_local`, see `open_axes`, each rank is a replica unless the config asks for shard groups.
-
-    Raises:
-        ValueError: the number of ranks does not fit the mesh.
-    """
-    num_ranks, group_size = dist.get_world_size(), config.shard_group_size or (1 if is_local else None)
-    arrangement = Arrangement(num_ranks, config.mesh.pp, config.mesh.tp, group_size)
+def build_mesh(arrangement: Arrangement, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """Return the mesh of all ranks of the default group, with the axes that their arrangement asks for."""
+    num_ranks, group_size = arrangement.num_ranks, arrangement.shard_group_size
     if group_size is None and arrangement.num_parts == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
     sizes = arrangement.sizes._asdict()
     asked = {DP_SHARD} if group_size is None else set(DATA)
     names = tuple(axis for axis in AXES if axis in asked or (axis not in DATA and sizes[axis] > 1))
     # Not by init_device_mesh: its groups would have the default timeout.
-    groups = [open_group(axis, arrangement.groups(axis), config.watchdog_s) for axis in names]
+    groups = [open_group(axis, arrangement.groups(axis), timeout_s) for axis in names]
     ranks = torch.arange(num_ranks).view([sizes[axis] for axis in names])
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 

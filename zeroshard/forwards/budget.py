@@ -31,9 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-from zeroshard.comm import streams
 from zeroshard.comm.streams import Stopwatch
-from zeroshard.config.sections import Config
 from zeroshard.forwards import activations
 from zeroshard.forwards.activations import SavedActivations, kept_near, offloading, storage_of, storages_of
 from zeroshard.forwards.keeping import (
@@ -74,10 +72,11 @@ class Budget:
         units: the root unit first; it keeps all.
         changes: the changes of their modules.
         context: the objects that their buffers share.
-        config: the budget, and whether units are compiled.
+        budget: `Config.memory_budget`.
         loop: the modules that the root calls one after the other, and nothing else; () if it does more.
         in_flight: the micro-batches of a pipeline whose activations are there at a time, by the chunks of a
             rank together; 1 without a pipeline.
+        has_link: True if activations may be sent to the host.
 
     Raises:
         ValueError: there are no blocks, or a block has a unit inside.
@@ -88,16 +87,18 @@ class Budget:
         units: Sequence[Unit],
         changes: Changes,
         context: Context,
-        config: Config,
+        budget: int | float | None,
         loop: Sequence[nn.Module],
         in_flight: float,
+        *,
+        has_link: bool,
     ) -> None:
         self._tp, self._state, self._device = context.axes.tp, context.state, context.device
-        self._num_bytes, self._in_flight = budget_of(config.memory_budget, self._device), in_flight
+        self._num_bytes, self._in_flight = budget_of(budget, self._device), in_flight
         self._left_out = storages_of(units)
         self._moving, self._link = SavedActivations(units, context), NO_LINK
         """Moves activations to the host, where there is a link."""
-        if streams.has_streams(self._device) and not config.compile:
+        if has_link:
             self._link = measure_link(self._device, context.memory.host(_LINK_BYTES))
         self.take_peak: Callable[[], int] = int
         """Returns the largest number of bytes on the device since its last call; on the CPU without the
@@ -105,7 +106,7 @@ class Budget:
         self._root, with_hooks = units[0].module, {unit.module for unit in units[1:] if unit.buffers}
         self._modules = modules = list(outermost(self._root, with_hooks))
         inside = {part for module in modules for part in module.modules()} - {*modules}
-        if inside & with_hooks or not (modules or config.mesh.pp > 1):  # a pipeline rank may have none
+        if inside & with_hooks or not (modules or context.axes.pp.size > 1):  # a pipeline rank may have none
             raise ValueError(
                 "recompute='auto': expected repeated blocks as units, with no unit inside of one; name the "
                 "class of the blocks in units=, or set recompute to 'unit' or 'none'"

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.config.sections import Config
 from zeroshard.forwards.tiled import rows_of_tile
 from zeroshard.forwards.wrapped import checkpointed
 from zeroshard.sharding.context import Changes
@@ -33,17 +32,19 @@ _WIDE = 6
 """Wide tensors of a tile in its backward: the four that are saved, and two gradients."""
 
 
-def change_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
-    """Let gated MLPs and written-out GELUs of transformers save fewer tensors, if the config says so.
+def change_mlps(
+    model: nn.Module, recompute: str, tiles: int | str, changes: Changes, *, is_whole: bool = True
+) -> None:
+    """Let gated MLPs and written-out GELUs of transformers save fewer tensors.
 
-    With recompute="lean" they do, and with `mlp.tiles` gated MLPs compute in tiles of tokens. Others stay as
+    With recompute="lean" they do, and with tiles gated MLPs compute in tiles of tokens. Others stay as
     they are. Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
     Models", section 5: recompute what takes much memory and little time.
 
     Raises:
         ValueError: there are to be tiles, and the model has no gated MLP; a pipeline rank may have none.
     """
-    is_lean, tiles, found = config.recompute == "lean", config.mlp.tiles, False
+    is_lean, found = recompute == "lean", False
     modules: Iterator[Any] = model.modules()
     for module in modules:
         is_gated, is_changed = _is_gated(type(module).forward), "forward" in vars(module)
@@ -54,7 +55,7 @@ def change_mlps(model: nn.Module, config: Config, changes: Changes) -> None:
         if tiles != "none" and is_gated and (not is_changed or module in changes.stacks):
             changes.around(module, "tiles", functools.partial(_tiled, module, tiles))
             found = True
-    if tiles != "none" and not found and config.mesh.pp == 1:
+    if tiles != "none" and not found and is_whole:
         raise ValueError(
             "config key 'mlp.tiles': expected gated MLPs of transformers, which compute down_proj(act_fn("
             f"gate_proj(x)) * up_proj(x)), got none in {type(model).__name__}: set it to 'none'"

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zeroshard.assemble import prepare_forwards, specify_units
+from zeroshard.assemble import own_part, prepare_forwards, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards import dryrun
 from zeroshard.forwards.dryrun import META, FusedAttention, LossOf, Modules, Trace, without_memory
@@ -34,9 +34,6 @@ from zeroshard.internals.nested import cast_inputs, cast_tensors
 from zeroshard.memory.typical import RECOMPUTED, DryRun, RankUnits, counted, planned_bytes
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.part import take_part
-from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.schedules import with_schedule
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.sequence import Activations
@@ -78,7 +75,7 @@ def prepared(
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
     casts = prepare_forwards(model, division, config, over if over.size > 1 else None, changes)
-    change_mlps(model, config, changes)
+    change_mlps(model, config.recompute, config.mlp.tiles, changes)
     originals = [original for spec in division.specs for original in spec.originals]
     for original in originals:
         given = original.parameter
@@ -206,12 +203,12 @@ class ModelWithoutMemory:
             )
         else:
             cpu, chunks = torch.device("cpu"), Chunked(without_memory(model))
-            cut = cut_model(chunks, config, SampleSource(), cpu, counts=False)
-            for rank in range(config.mesh.pp):
+            cut = cut_model(chunks, config.pipeline, config.mesh.pp, cpu, None)
+            for rank in range(cut.num_ranks):
                 whole = without_memory(model)
-                part = take_part(Chunked(whole), with_schedule(config, cut.schedule), cut, rank)
-                specs = part.named(specify_units(whole, part.narrowed))
-                yield self._units_of(whole, specs, part.narrowed, setting)
+                part, narrowed = own_part(Chunked(whole), config, cut, rank)
+                specs = part.named(specify_units(whole, narrowed))
+                yield self._units_of(whole, specs, narrowed, setting)
 
     def _units_of(
         self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, setting: Setting

@@ -232,21 +232,20 @@ def method_of(part: ModelPart, runtime: Runtime, optimizer: Optimizer | None) ->
         ValueError: the method does not go with the optimizer; see `update_of`, `rescaled` and
             `spike_compensated`. Or with the lists; see `AsynchronousMethod`.
     """
-    config = part.config.pipeline
-    if not config.is_asynchronous:
+    pipeline = part.cut.pipeline
+    if not pipeline.is_asynchronous:
         return None
     change: Change | None = None
     corrected: Corrected | None = None
     if optimizer is not None:
-        weights = config.chosen_weights
-        if config.chosen_correction == "rescale":
-            corrected = rescaled(optimizer, config.anneal_steps)
-        elif config.chosen_correction == "spike":
+        weights = pipeline.chosen_weights
+        if pipeline.chosen_correction == "rescale":
+            corrected = rescaled(optimizer, pipeline.anneal_steps)
+        elif pipeline.chosen_correction == "spike":
             corrected = spike_compensated(optimizer)
         if (name := NOTED_CHANGES.get(weights)) is not None:
             trained = [buffer for buffer in runtime.buffers if buffer.trainable]
             change = NotedChange(optimizer, trained, name, is_mean=weights == "estimate")
         elif weights in MOVED_WEIGHTS:
             change = UpdateChange(optimizer, f"pipeline.weights={weights!r}")
-    lists = part.schedule(config.num_microbatches, has_backward=True)
-    return AsynchronousMethod(runtime, part.config, lists, change, corrected)
+    return AsynchronousMethod(runtime, part, change, corrected)

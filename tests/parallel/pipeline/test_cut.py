@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,14 +12,14 @@ from torch.utils.data import TensorDataset
 
 from tests.parallel.pipeline.runs import plain, start, tokens_of, train
 from zeroshard import Config
+from zeroshard.assemble import own_part
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.part import take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile
-from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
+from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of
 
 CPU = torch.device("cpu")
 WITH_DATA = SampleSource(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))
@@ -37,7 +38,12 @@ def sequence(num_blocks):
 
 
 def cut(model, config, source=WITH_DATA):
-    return cut_model(Chunked(model), config, source, CPU)
+    read = partial(sample_of, model, source, 1)
+    return cut_model(Chunked(model), config.pipeline, config.mesh.pp, CPU, read)
+
+
+def schedule(config, num_microbatches):
+    return schedule_of(read_schedule(config.pipeline), config.mesh.pp, num_microbatches)
 
 
 def with_times(times):
@@ -128,8 +134,8 @@ def test_a_part_has_what_patterns_name_in_the_whole_model():
     found = []
     for rank in range(2):
         chunked = Chunked(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())))
-        made = cut_model(chunked, config, SampleSource(), CPU, counts=False)
-        found.append(take_part(chunked, config, made, rank).narrowed)
+        made = cut_model(chunked, config.pipeline, 2, CPU, None)
+        found.append(own_part(chunked, config, made, rank)[1])
     assert [(one.units, one.ignored) for one in found] == [((), ("0.weight",)), (("1.0", "1.1"), None)]
 
 
@@ -143,7 +149,7 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
     given = {"text": OWN, "path": file, "name of a file": str(file), "schedule": parse_schedule(OWN)}
     config = config_of(given[form], num_microbatches=2)
     assert Config.from_dict(config.to_dict()) == config
-    assert str(schedule_of(with_schedule(config, read_schedule(config)), 2)) == OWN
+    assert str(schedule(config, 2)) == OWN
 
 
 @pytest.mark.parametrize(
@@ -158,13 +164,12 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
     ],
 )
 def test_steps_at_the_end_of_each_list_are_that_of_the_batch(text):
-    schedule = schedule_of(config_of(text), 2)
-    assert str(schedule) == re.sub(r",\d?STEP", "", text)
+    assert str(schedule(config_of(text), 2)) == re.sub(r",\d?STEP", "", text)
 
 
 def test_the_chunks_of_a_rank_may_have_steps_of_their_own():
     text = VEE.replace("0B0", "0B0,3STEP,0STEP").replace("1B0", "1B0,STEP")
-    assert str(schedule_of(config_of(text), 1)) == VEE
+    assert str(schedule(config_of(text), 1)) == VEE
 
 
 STEPS_LAST = "expected steps after all computations and reduces of the list, got"
@@ -190,13 +195,13 @@ STEPS_LAST = "expected steps after all computations and reduces of the list, got
 )
 def test_a_list_that_does_not_fit_is_refused(text, options, num_microbatches, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        schedule_of(config_of(text, **options), num_microbatches)
+        schedule(config_of(text, **options), num_microbatches)
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     file = tmp_path / "own.csv"
     with pytest.raises(ValueError, match=f"pipeline.schedule: expected a file of lists, got {file}"):
-        read_schedule(config_of(file))
+        read_schedule(config_of(file).pipeline)
 
 
 # ------------------------------------------------------------------------------------------- over ranks

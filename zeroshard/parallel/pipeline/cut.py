@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from zeroshard.config.sections import Config
+from zeroshard.config.pipeline import Pipeline
 from zeroshard.internals.warn import warn_user
 from zeroshard.lazy.deferred import is_known, values_of
+from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
-    SampleSource,
+    SampleBatch,
     count_blocks,
     same_random_numbers,
-    sample_of,
     weigh_blocks,
 )
-from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of
 from zeroshard.parallel.pipeline.traced import TracedChunks, find_begin
 from zeroshard.tables import format_bytes, render
 
@@ -42,50 +42,54 @@ class ModelCut(NamedTuple):
     """The cut of a model. It is made on one rank and holds for all."""
 
     outline: Outline
-    schedule: str
-    """The name of the schedule, or the text of the user's list."""
+    pipeline: Pipeline
+    """The settings, with the name of the schedule or the text of the user's list."""
+    num_ranks: int
+    """The pipeline ranks."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
     blocks: tuple[BlockProfile, ...]
     is_measured: bool
     """True if times are operations; False if they are numbers of parameters."""
 
+    def schedule(self, num_microbatches: int, steps_taken: int = 0) -> Schedule:
+        """Return the schedule of a batch, see `schedule_of`."""
+        return schedule_of(self.pipeline, self.num_ranks, num_microbatches, steps_taken)
+
 
 def cut_model(
     chunks: Chunked | TracedChunks,
-    config: Config,
-    source: SampleSource,
+    pipeline: Pipeline,
+    num_ranks: int,
     device: torch.device,
-    *,
-    counts: bool = True,
+    read_sample: Callable[[], SampleBatch | None] | None,
 ) -> ModelCut:
     """Return the cut that a config asks for; operations are counted if it depends on them.
 
     Args:
         chunks: the whole model; it does not change.
-        config: the config.
-        source: the samples of a micro-batch.
+        pipeline: the settings of the cut and of its schedule.
+        num_ranks: the pipeline ranks.
         device: the device of a check, see `require_handed_on`.
-        counts: False takes numbers of parameters in place of operations.
+        read_sample: returns a micro-batch, if there is one. None: parameters are counted, not operations.
 
     Raises:
         ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
             computes outside of its modules.
     """
-    schedule = read_schedule(config)
-    config = with_schedule(config, schedule)
-    num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
-    outline, split = chunks.outline, config.pipeline.split
+    pipeline = read_schedule(pipeline)
+    num_chunks = schedule_of(pipeline, num_ranks, pipeline.num_microbatches).num_chunks
+    outline, split = chunks.outline, pipeline.split
     weighed = counted = weigh_blocks(chunks)
     if isinstance(chunks, Chunked):
         require_handed_on(chunks, device)
-        if split is None and counts and config.pipeline.balance != "memory":
-            counted = _count(chunks, config, source) or weighed
+        if split is None and read_sample is not None and pipeline.balance != "memory":
+            counted = _count(chunks, read_sample) or weighed
     if split is None:
-        runs = partition(counted, num_chunks, cast(Balance, config.pipeline.balance))
+        runs = partition(counted, num_chunks, cast(Balance, pipeline.balance))
     else:
         runs = split_at(split, outline, num_chunks)
-    return ModelCut(outline, schedule, runs, counted, counted is not weighed)
+    return ModelCut(outline, pipeline, num_ranks, runs, counted, counted is not weighed)
 
 
 def require_handed_on(chunks: Chunked, device: torch.device) -> None:
@@ -149,15 +153,15 @@ class _With(nn.Module):
         return run()
 
 
-def _count(chunks: Chunked, config: Config, source: SampleSource) -> tuple[BlockProfile, ...] | None:
+def _count(chunks: Chunked, read_sample: Callable[[], SampleBatch | None]) -> tuple[BlockProfile, ...] | None:
     """Return the profile of the blocks; None without samples, or if their operations cannot be counted."""
     try:
-        sample = sample_of(chunks.model, source, config.micro_batch_size)
+        sample = read_sample()
         return None if sample is None else count_blocks(chunks, sample)
     except Exception as error:  # of any kind: training can do without
         warn_user(
-            f"pipeline.balance='{config.pipeline.balance}': the operations of the blocks could not be "
-            f"counted; their numbers of parameters stand for these: {type(error).__name__}: {error}"
+            "pipeline.balance='time': the operations of the blocks could not be counted; their numbers of "
+            f"parameters stand for these: {type(error).__name__}: {error}"
         )
         return None
 
@@ -222,8 +226,8 @@ def pipeline_report(engine: Engine) -> PipelineReport:
     """
     if engine._part is None:
         raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
-    cut, config = engine._part.cut, engine._part.config
-    placement = schedule_of(config, config.pipeline.num_microbatches).placement
+    cut = engine._part.cut
+    placement = cut.schedule(cut.pipeline.num_microbatches).placement
     total = sum(block.time for block in cut.blocks)
     chunks = []
     for chunk, run in enumerate(cut.runs):

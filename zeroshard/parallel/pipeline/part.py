@@ -1,22 +1,21 @@
-"""The part of a model that a pipeline rank holds, and its config; the schedule by which all ranks compute."""
+"""The part of a model that a pipeline rank holds; the schedule by which all ranks compute."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import torch
 from torch import nn
 
-from zeroshard.config.sections import Config
+from zeroshard.config.pipeline import Pipeline
 from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
-from zeroshard.parallel.pipeline.schedules import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.simulate import count_activations
 from zeroshard.parallel.pipeline.traced import TracedChunks
-from zeroshard.plan.names import Ignored, find_ignored, find_modules, find_overrides, find_replicated
+from zeroshard.plan.names import Ignored
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
 
@@ -39,7 +38,6 @@ class ModelPart:
     chunked: Chunked | TracedChunks
     chunks: tuple[int, ...]
     """The chunks of this rank."""
-    config: Config
     holders: Mapping[nn.Parameter, Holders]
     """By parameter of this rank that several chunks use."""
     is_frozen: bool
@@ -49,13 +47,11 @@ class ModelPart:
     pairs: tuple[tuple[int, int], ...]
     """The pipeline ranks that send messages, and those that get them."""
     cut: ModelCut
-    narrowed: Config
-    """The config as it was given, with those names of modules and parameters that this part has."""
+    gathers_once: bool
+    """True if each chunk is unsharded once a batch, where the batch has one step."""
 
     def schedule(self, num_microbatches: int, *, has_backward: bool, steps_taken: int = 0) -> Schedule:
         """Return the schedule of a batch, or of its forwards alone.
-
-        With `reshard_after_forward=False` each chunk is unsharded once a batch, if the batch has one step.
 
         Args:
             num_microbatches: micro-batches of the batch.
@@ -65,17 +61,17 @@ class ModelPart:
         Raises:
             ValueError: it does not exist with this number of micro-batches.
         """
-        schedule = schedule_of(self.config, num_microbatches, steps_taken)
+        schedule = self.cut.schedule(num_microbatches, steps_taken)
         if not has_backward:
             schedule = schedule.forwards
-        if self.config.reshard_after_forward is False and all(a.is_compute for _, a in schedule):
+        if self.gathers_once and all(a.is_compute for _, a in schedule):
             return with_sharding(schedule)
         return schedule
 
     @property
     def in_flight(self) -> float:
         """The most micro-batches whose activations this rank holds at a time; a chunk counts as its part."""
-        schedule = schedule_of(self.config, self.config.pipeline.num_microbatches)
+        schedule = self.cut.schedule(self.cut.pipeline.num_microbatches)
         rank = schedule.placement[self.chunks[0]]
         return count_activations(schedule).per_rank[rank] / len(self.chunks)
 
@@ -88,41 +84,46 @@ class ModelPart:
         return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
 
 
-def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, rank: int) -> ModelPart:
+def take_part(
+    chunked: Chunked | TracedChunks,
+    cut: ModelCut,
+    rank: int,
+    ignored: Ignored,
+    param_dtype: torch.dtype | None,
+    *,
+    gathers_once: bool,
+) -> ModelPart:
     """Take the modules of other pipeline ranks out of a model.
 
     Args:
         chunked: the whole model; it is changed.
-        config: the config.
         cut: the cut of the model into chunks, the same on all ranks.
         rank: this rank's place on the axis pp.
+        ignored: the parameters that each rank keeps for itself.
+        param_dtype: the compute dtype; None: that of each parameter.
+        gathers_once: see `ModelPart`.
 
     Raises:
         ValueError: several chunks share a parameter that each rank is to keep for itself, or a buffer that
             they may write.
     """
-    given, config, model = config, with_schedule(config, cut.schedule), chunked.model
-    schedule = schedule_of(config, config.pipeline.num_microbatches)
-    units = {*find_modules(model, config.units)} if isinstance(config.units, tuple) else None
+    model, pipeline = chunked.model, cut.pipeline
+    schedule = cut.schedule(pipeline.num_microbatches)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(chunked, cut.runs, schedule)
-    ignored = find_ignored(model, config.ignored)
-    _refuse_shared(holders, ignored, config)
-    overrides = find_overrides(model, config.precision.overrides, ignored)
-    replicated = find_replicated(model, config.frozen, ignored)
-    if config.pipeline.is_asynchronous:
-        _refuse_half(model, config)
+    _refuse_shared(holders, ignored, pipeline)
+    if pipeline.is_asynchronous and param_dtype is None:  # a Config has refused float16 already
+        _refuse_half(model)
     chunked.keep(cut.runs, schedule.chunks[rank])
     return ModelPart(
         chunked=chunked,
         chunks=schedule.chunks[rank],
-        config=config,
         holders={parameter: holders[parameter] for parameter in model.parameters() if parameter in holders},
         is_frozen=not any(parameter.requires_grad for parameter in model.parameters()),
         is_trained=is_trained,
         pairs=_pairs(schedule, holders),
         cut=cut,
-        narrowed=_narrowed(given, model, units, ignored, overrides, replicated),
+        gathers_once=gathers_once,
     )
 
 
@@ -134,7 +135,7 @@ def _pairs(schedule: Schedule, holders: Mapping[nn.Parameter, Holders]) -> tuple
     return tuple(sorted({*both_ways, *((other, one) for one, other in both_ways)}))
 
 
-def _refuse_shared(holders: Mapping[nn.Parameter, Holders], ignored: Ignored, config: Config) -> None:
+def _refuse_shared(holders: Mapping[nn.Parameter, Holders], ignored: Ignored, pipeline: Pipeline) -> None:
     """Refuse parameters that several chunks share, and that each rank is to keep or to step for itself."""
     for parameter, found in holders.items():
         if parameter in ignored:
@@ -142,7 +143,7 @@ def _refuse_shared(holders: Mapping[nn.Parameter, Holders], ignored: Ignored, co
                 f"config key 'ignored': expected a parameter of one chunk, got '{ignored[parameter]}', which "
                 f"chunks {', '.join(map(str, found.chunks))} share: its gradients would not be added up"
             )
-        if config.pipeline.is_asynchronous and len(found.ranks) > 1:
+        if pipeline.is_asynchronous and len(found.ranks) > 1:
             raise ValueError(
                 "an asynchronous pipeline: expected parameters of one pipeline rank each, got "
                 f"'{found.name}', which pipeline ranks {', '.join(map(str, found.ranks))} share: they step "
@@ -150,10 +151,8 @@ def _refuse_shared(holders: Mapping[nn.Parameter, Holders], ignored: Ignored, co
             )
 
 
-def _refuse_half(model: nn.Module, config: Config) -> None:
+def _refuse_half(model: nn.Module) -> None:
     """Refuse float16, whose loss scale follows from the gradients of the whole model."""
-    if config.precision.param_dtype is not None:  # a Config has refused float16 already
-        return
     for name, parameter in model.named_parameters():
         if parameter.dtype is torch.float16:
             raise ValueError(
@@ -182,28 +181,3 @@ def _find_holders(
             ranks = sorted({schedule.placement[chunk] for chunk in users})
             holders[parameter] = Holders(name, tuple(ranks), tuple(users))
     return holders
-
-
-def _narrowed(
-    config: Config,
-    model: nn.Module,
-    units: Container[nn.Module] | None,
-    ignored: Ignored,
-    overrides: Mapping[nn.Parameter, torch.dtype],
-    replicated: Container[nn.Parameter],
-) -> Config:
-    """Return a config without the names that other parts of the model have; the whole model has all.
-
-    What is chosen is named in full: a pattern may fit another module in a part, and a tied parameter may have
-    the name that fits on another rank.
-    """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    modules = model.named_modules(remove_duplicate=False)
-    own = {name: overrides[p] for name, p in named.items() if p in overrides}
-    return replace(
-        config,
-        ignored=[name for name, p in named.items() if p in ignored] or None,
-        units=config.units if units is None else [name for name, one in modules if name and one in units],
-        precision=replace(config.precision, overrides=own or None),
-        frozen=[name for name, p in named.items() if p in replicated] or "shard",
-    )

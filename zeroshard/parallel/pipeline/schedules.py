@@ -17,8 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.config.sections import Config
+from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import (
     BEGIN_BACKWARD,
     END_BACKWARD,
@@ -444,65 +443,58 @@ def build_schedule(
 # ------------------------------------------------------------------------ the schedule of a config
 
 
-def read_schedule(config: Config) -> str:
-    """Return the name of a schedule of ours, or the text of the user's list, from a file or as it is.
+def read_schedule(pipeline: Pipeline) -> Pipeline:
+    """Return settings that have the text of the user's list, if they name its file.
 
     Raises:
         ValueError: the file cannot be read.
     """
-    given = config.pipeline.schedule
+    given = pipeline.schedule
     if given in SCHEDULES or given in ASYNCHRONOUS or _is_text(given):
-        return given
+        return pipeline
     try:
         text = Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"pipeline.schedule: expected a file of lists, got {given}: {error}") from None
-    return text + "\n"  # the end of a line shows that it is a text, not a name
+    return replace(pipeline, schedule=text + "\n")  # the end of a line shows that it is a text, not a name
 
 
-def with_schedule(config: Config, schedule: str) -> Config:
-    """Return the config with a name or a text as its schedule."""
-    return replace(config, pipeline=replace(config.pipeline, schedule=schedule))
-
-
-def schedule_of(config: Config, num_microbatches: int, steps_taken: int = 0) -> Schedule:
+def schedule_of(pipeline: Pipeline, num_ranks: int, num_microbatches: int, steps_taken: int = 0) -> Schedule:
     """Return the schedule that a config names, or whose text it has, for so many micro-batches.
 
     Args:
-        config: the config.
+        pipeline: the settings, with a list as its text.
+        num_ranks: the pipeline ranks.
         num_microbatches: micro-batches of the batch.
         steps_taken: the steps of the optimizer before the batch; the first ones may be synchronous.
 
     Raises:
         ValueError: it does not exist with these numbers, or the user's list cannot run.
     """
-    pipeline, num_ranks = config.pipeline, config.mesh.pp
     name, num_chunks = pipeline.schedule, pipeline.num_chunks
     if name in ASYNCHRONOUS:
-        num_synchronous = count_synchronous(config, num_microbatches, steps_taken)
+        num_synchronous = count_synchronous(pipeline, num_ranks, num_microbatches, steps_taken)
         return steady(num_ranks, num_microbatches, pipeline.step_size(num_ranks), num_synchronous)
     if not _is_text(name):
         return build_schedule(name, num_ranks, num_microbatches, num_chunks)
     return _parse(name, num_ranks, num_microbatches, num_chunks, pipeline.is_asynchronous)
 
 
-def count_synchronous(config: Config, num_microbatches: int, steps_taken: int) -> int:
+def count_synchronous(pipeline: Pipeline, num_ranks: int, num_microbatches: int, steps_taken: int) -> int:
     """Return the synchronous steps of an asynchronous list; arguments as in `schedule_of`."""
-    pipeline = config.pipeline
     left = max(0, pipeline.synchronous_steps - steps_taken)
-    return min(left, -(-num_microbatches // pipeline.step_size(config.mesh.pp)))
+    return min(left, -(-num_microbatches // pipeline.step_size(num_ranks)))
 
 
-def full_schedule_of(config: Config) -> Schedule:
+def full_schedule_of(pipeline: Pipeline, num_ranks: int) -> Schedule:
     """Return lists of an asynchronous pipeline that is full, with as many steps crossed as in any others.
 
     The lists that a batch runs may be shorter, or have synchronous steps. Lists of the user are as they are.
     """
-    pipeline, num_ranks = config.pipeline, config.mesh.pp
     num = pipeline.num_microbatches
     if pipeline.schedule in ASYNCHRONOUS:  # the pipeline fills, and a step begins and ends
         num = num_ranks + pipeline.step_size(num_ranks)
-    return schedule_of(config, num, pipeline.synchronous_steps)
+    return schedule_of(pipeline, num_ranks, num, pipeline.synchronous_steps)
 
 
 def _is_text(schedule: str) -> bool:

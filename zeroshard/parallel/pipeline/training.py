@@ -327,7 +327,7 @@ class PipelineTraining:
                 has the micro-batches of one batch, and there are several.
             RuntimeError: the ranks of the pipeline have different batches.
         """
-        if num_batches > 1 and self._part.config.pipeline.schedule not in ASYNCHRONOUS:
+        if num_batches > 1 and self._part.cut.pipeline.schedule not in ASYNCHRONOUS:
             raise ValueError(
                 "train_batches() with a list of your own in pipeline.schedule: expected 1 batch, whose "
                 f"micro-batches the list has, got {num_batches}: call train_batch() for each"
@@ -410,7 +410,7 @@ class PipelineTraining:
 
     def _begin(self, num: int, *, has_backward: bool, steps_taken: int = 0) -> Runner:
         """Return the runner of a list, which begins."""
-        num_synchronous = count_synchronous(self._part.config, num, steps_taken)
+        num_synchronous = count_synchronous(self._part.cut.pipeline, self._axes.pp.size, num, steps_taken)
         if (runner := self._runners.get(key := (num, has_backward, num_synchronous))) is None:
             schedule = self._part.schedule(num, has_backward=has_backward, steps_taken=steps_taken)
             runner = self._runners[key] = Runner(schedule, self._messages, self)

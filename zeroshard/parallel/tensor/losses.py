@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.config.sections import ROW_BYTES, Config
+from zeroshard.config.sections import ROW_BYTES
 from zeroshard.forwards.tiled import Row, RowLoss, TiledLoss, rows_of_tile
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, copied, move
@@ -410,13 +410,15 @@ class ModelLoss:
         self._is_own, self._hidden = False, None
 
 
-def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, changes: Changes) -> None:
-    """Let a causal language model of transformers compute its loss in tiles, if the config says so.
+def tile_losses(
+    model: nn.Module, specs: Sequence[UnitSpec], tiles: int | str, changes: Changes, *, is_divided: bool
+) -> None:
+    """Let a causal language model of transformers compute its loss in tiles, unless these are "none".
 
     Raises:
         ValueError: it is another model; or its head is a unit, an adapter, or divided in another way.
     """
-    if config.loss.tiles == "none":
+    if tiles == "none":
         return
     units, found = {part for spec in specs[1:] for part in spec.module.modules()}, False
     for owner, head in _models_with_heads(model):
@@ -425,10 +427,10 @@ def tile_losses(model: nn.Module, specs: Sequence[UnitSpec], config: Config, cha
         loss, is_patched = vars(owner).get("_loss_function"), "forward" in vars(head)
         if type(head) is not nn.Linear or (is_patched and head not in changes.stacks) or head in units:
             continue
-        if config.mesh.tp == 1 and causal_model(owner, head) is owner:
+        if not is_divided and causal_model(owner, head) is owner:
             loss = ModelLoss(owner, None, head, changes)
         if isinstance(loss, ModelLoss):  # else its head is not divided
-            loss.tiles, found = config.loss.tiles, True
+            loss.tiles, found = tiles, True
     if not found:
         raise ValueError(
             "config key 'loss.tiles': expected a causal language model of transformers with its default loss "

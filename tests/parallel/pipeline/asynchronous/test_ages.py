@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard import Config, Mesh, Pipeline
+from zeroshard import Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
@@ -79,7 +79,7 @@ def test_full_lists_cross_as_many_steps_as_long_ones(p: int, k: int, synchronous
     pipeline = Pipeline(
         schedule="pb", num_microbatches=1, microbatches_per_step=k, synchronous_steps=synchronous
     )
-    full, long = Ages(full_schedule_of(Config(mesh=Mesh(pp=p), pipeline=pipeline))), Ages(steady(p, 9 * p, k))
+    full, long = Ages(full_schedule_of(pipeline, p)), Ages(steady(p, 9 * p, k))
     for s in range(p):
         assert full.most_crossed(s) == long.most_crossed(s) == -(-(p - 1 - s) // k)
 

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGES
-from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.schedules import full_schedule_of
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
@@ -260,24 +260,23 @@ def refuse_forwards_in_backward(modules: Iterable[nn.Module], changes: Changes, 
             changes.hook(module.register_forward_pre_hook(check))
 
 
-def noted_change(config: Config, rank: int) -> str | None:
+def noted_change(part: ModelPart) -> str | None:
     """Return the name of the state that a pipeline rank adds to its optimizer's states; None for none.
 
     A rank that crosses no steps has none.
     """
-    name = NOTED_CHANGES.get(config.pipeline.chosen_weights)
-    return name if name is not None and _most_crossed(config, rank) else None
+    name = NOTED_CHANGES.get(part.cut.pipeline.chosen_weights)
+    return name if name is not None and _most_crossed(part) else None
 
 
-def _most_crossed(config: Config, rank: int) -> int:
+def _most_crossed(part: ModelPart) -> int:
     """The most steps between a forward and its backward on a rank, while the pipeline is full.
 
     `train_batches` runs it so after the synchronous steps. The decay of changes is read from these: it
     belongs to the stage, and each step has the same one, in short lists and in synchronous steps, too.
     """
-    full = full_schedule_of(config)
-    (chunk,) = full.chunks[rank]
-    return Ages(full).most_crossed(chunk)
+    (chunk,) = part.chunks
+    return Ages(full_schedule_of(part.cut.pipeline, part.cut.num_ranks)).most_crossed(chunk)
 
 
 class AsynchronousMethod:
@@ -285,8 +284,7 @@ class AsynchronousMethod:
 
     Args:
         runtime: the runtime of its units.
-        config: the config.
-        schedule: the lists of the config.
+        part: the part of this rank.
         change: the change of a step, if the method moves weights.
         corrected: the correction of each step, if there is one.
 
@@ -295,15 +293,10 @@ class AsynchronousMethod:
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        config: Config,
-        schedule: Schedule,
-        change: Change | None,
-        corrected: Corrected | None,
+        self, runtime: Runtime, part: ModelPart, change: Change | None, corrected: Corrected | None
     ) -> None:
-        self._runtime, self._config = runtime, config.pipeline
-        self._rank, weights = runtime.context.axes.pp.rank, config.pipeline.chosen_weights
+        self._runtime, self._pipeline = runtime, part.cut.pipeline
+        self._rank, weights = runtime.context.axes.pp.rank, self._pipeline.chosen_weights
         self._change, self._corrected = change, corrected
         is_newest = weights in NEWEST_WEIGHTS
         self._buffers = [] if is_newest else [buffer for buffer in runtime.buffers if buffer.trainable]
@@ -314,9 +307,9 @@ class AsynchronousMethod:
         """The most bytes of versions at a time since `reset_peak`."""
         if weights not in KEPT_WEIGHTS:
             refuse_forwards_in_backward(runtime.module.modules(), runtime.changes, weights)
-        self._delays = self._read(schedule)
-        self._read(full_schedule_of(config))
-        self._most_crossed = _most_crossed(config, self._rank)
+        self._delays = self._read(part.schedule(self._pipeline.num_microbatches, has_backward=True))
+        self._read(full_schedule_of(self._pipeline, part.cut.num_ranks))
+        self._most_crossed = _most_crossed(part)
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
         self._has_begun = False
@@ -332,8 +325,8 @@ class AsynchronousMethod:
         return sum(store.values.nbytes for kept in self._kept.values() for store in kept.values())
 
     def _read(self, schedule: Schedule) -> Delays:
-        weights = self._config.chosen_weights
-        bound = self._config.max_crossed_steps if weights == "bounded" else None
+        weights = self._pipeline.chosen_weights
+        bound = self._pipeline.max_crossed_steps if weights == "bounded" else None
         return read_delays(schedule, self._rank, weights, bound)
 
     @contextmanager
@@ -355,7 +348,7 @@ class AsynchronousMethod:
             )
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
-        weights = self._config.chosen_weights
+        weights = self._pipeline.chosen_weights
         unhooked: AbstractContextManager[None] = nullcontext()
         if weights not in KEPT_WEIGHTS:
             unhooked = torch.autograd.graph.disable_saved_tensors_hooks(
@@ -410,7 +403,7 @@ class AsynchronousMethod:
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
         with ExitStack() as stack:
             if isinstance(self._change, NotedChange) and self._most_crossed:
-                decay = decay_of_changes(self._config.decay, self._most_crossed)
+                decay = decay_of_changes(self._pipeline.decay, self._most_crossed)
                 stack.enter_context(self._change.noting(decay))
             if self._corrected is not None:
                 stack.enter_context(self._corrected(delays.taus[number], self._first + number))
