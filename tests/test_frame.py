@@ -24,6 +24,8 @@ from torch.optim import AdamW
 import zeroshard
 from tests.distributed.training import build, token_loss
 from tests.ranks import Ranks
+from zeroshard.config.checked import Checked, flat
+from zeroshard.config.sections import Config
 from zeroshard.optim import AdamW8bit
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +76,13 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # The one upward import: `Config.from_deepspeed` belongs to the Config, DeepSpeed's keys to a part above it.
 # It is in a function, so that nobody loads them who does not ask.
 LATE = {("zeroshard/config/sections.py", "deepspeed")}
+
+# The parts that may know the Config: those that define, read or refuse one, that plan and assemble by it, and
+# the public top. Others get the few values that they need, or a section, which is data.
+CONFIGURED = {
+    *("config", "deepspeed", "hf", "gradient_hooks", "outer", "plan", "memory", "planning", "assemble"),
+    *("sharded", "engine", "entry", "cli", "integrations", "__init__"),
+}
 
 # Functions that the engine takes for its methods name it as their first argument, for the type checker alone.
 METHODS = {
@@ -207,6 +216,47 @@ def test_no_part_that_reads_checkpoints_unpickles(trees: Trees) -> None:
     assert not {
         one for one in read if (is_within(one[1], "pickle") and one[1] != "pickle.dumps") or one[1] in loads
     }
+
+
+KEYS = flat(Config()).keys()
+SECTIONS = {name: type(own).__name__ for name, own in vars(Config()).items() if isinstance(own, Checked)}
+READ = re.compile(rf"(\w+\.)*_?config\.({'|'.join(vars(Config()))})\b")
+
+
+def keys_of(tree: ast.Module) -> set[str]:
+    """The keys of the Config that may travel through a module: an upper bound, as names stand for objects.
+
+    All keys of a section count if the module names the class of the section, or takes the section, as in
+    `config.mesh`, from any object. Another key, such as `stage`, counts if the module names a Config and an
+    attribute of the key's name, `x.stage`. A value that is handed on by itself is not followed.
+    """
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = attributes | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found = {section for section, kind in SECTIONS.items() if section in attributes or kind in names}
+    found |= attributes if names & {"Config", "config"} else set()
+    return {key for key in KEYS if key.partition(".")[0] in found}
+
+
+def test_the_config_stops_at_the_plan(trees: Trees) -> None:
+    names = {"zeroshard.Config", "zeroshard.config.sections"}
+    names |= {f"zeroshard.config.sections.{name}" for name in ("Config", "GivenConfig")}
+    know = {part_of(path) for path, tree in trees.items() if names & {*imported(tree)}}
+    assert know | {"config"} == CONFIGURED
+    below = {path: tree for path, tree in trees.items() if part_of(path) not in CONFIGURED}
+    own = {(path, name) for path, name in uses(below) if not is_within(name, "zeroshard")}
+    assert not {(path, name) for path, name in own if READ.match(name)}
+
+
+def test_a_config_key_travels_through_at_most_20_files(trees: Trees) -> None:
+    """Besides those of `config/`, which define and check it."""
+    outside = [tree for path, tree in trees.items() if part_of(path) != "config"]
+    counts = Counter(key for tree in outside for key in keys_of(tree))
+    assert counts.keys() == KEYS
+    assert max(counts.values()) <= 20
+    assert keys_of(ast.parse("own = part.config.loss")) == {"loss.tiles"}
+    assert keys_of(ast.parse("def f(mesh: Mesh): ...")) == {"mesh.pp", "mesh.tp", "mesh.sequence"}
+    assert keys_of(ast.parse("Config.parse(given).stage, config")) == {"stage"}
+    assert not keys_of(ast.parse("def f(stage, tp): return self.stage, mesh.shape"))
 
 
 PURE = (
