@@ -21,6 +21,7 @@ from tests.parallel.pipeline.asynchronous.runs import (
     method_of,
     model_of,
     runs,
+    state_of,
     train,
 )
 from tests.ranks import on_ranks
@@ -140,6 +141,20 @@ def test_after_a_list_that_failed_ranks_neither_compute_nor_save(tmp_path):
         text = f"{name} after a list that ended in an exception between its actions"
         with pytest.raises(RuntimeError, match=f"^{re.escape(text)}"):
             call()
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_under_a_list_from_a_file(tmp_path):
+    """The list says whether a rank has noted the mean of its changes."""
+    file = tmp_path / "own.csv"
+    file.write_text(str(steady(2, 6)))
+    engine = begin({"schedule": str(file), "weights": "estimate"}, "adamw")
+    train(engine, [0])
+    saved = state_of(engine)
+    engine.save_checkpoint(tmp_path)
+    train(engine, [1])
+    engine.load_checkpoint(tmp_path)
+    assert_same(state_of(engine), saved)
 
 
 class Plain(nn.Module):
