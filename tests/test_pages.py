@@ -19,10 +19,13 @@ import os
 import re
 import runpy
 import shlex
+import sys
 import warnings
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
+from tests.distributed.training import build, token_loss
 from tests.given import GIVEN
 from tests.ranks import on_ranks
 from tools.links import problems
@@ -334,7 +338,8 @@ def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 ARCHITECTURE = read("docs/architecture.md")
-STOPS = re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", ARCHITECTURE)
+STOP = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
+STOPS = re.findall(STOP, ARCHITECTURE)
 
 
 def defined(path: str) -> set[str]:
@@ -349,12 +354,71 @@ def defined(path: str) -> set[str]:
     return names
 
 
-def test_the_architecture_has_each_life_once_and_all_of_its_stops_exist() -> None:
+def test_all_functions_that_the_architecture_names_exist() -> None:
     names = {path: defined(path) for path, _ in STOPS}
     assert [(path, name) for path, name in STOPS if name not in names[path]] == []
-    titles = re.findall(r"^## (The life of .*)$", ARCHITECTURE, re.MULTILINE)
-    assert titles == [f"The life of a {what}" for what in ("unit", "gradient", "step", "micro-batch")]
     assert len(STOPS) == len(re.findall(r"`[\w/]+\.py:\s", ARCHITECTURE)) > 50
+
+
+WALKS = ("batch", "gradient", "step", "key", "micro-batch")
+
+
+def walk_of(what: str) -> list[tuple[str, str]]:
+    """File and name of the functions in the numbered list of a walk, in its order."""
+    section = ARCHITECTURE.partition(f"\n## The walk of a {what}\n")[2].partition("\n## ")[0]
+    items = re.findall(r"^\d+\. (?:.+\n)+", section, re.MULTILINE)
+    return [stop for item in items for stop in re.findall(STOP, item)]
+
+
+def calls_of(run: Callable[[], Any]) -> tuple[Any, dict[tuple[str, str], None]]:
+    """What a function returns, and the functions of zeroshard that this thread calls, by their first call."""
+    found: dict[tuple[str, str], None] = {}
+    package = f"{ROOT / 'zeroshard'}/"
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            found.setdefault((code.co_filename.removeprefix(package), code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        return run(), found
+    finally:
+        sys.setprofile(None)
+
+
+def real_walks() -> dict[str, list[tuple[str, str]]]:
+    """By walk: what this rank calls. Of stage 3 it is the second batch: the first one plans and allocates."""
+    torch.manual_seed(0)
+    model = build("GPT")
+    optimizer, config = torch.optim.AdamW(model.parameters()), {"stage": 3, "clip_grad_norm": 1.0}
+    (engine, *_), key = calls_of(lambda: zeroshard.initialize(model, optimizer, config))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)  # a user's, which is called
+    for number in range(2):
+        loss, forward = calls_of(partial(token_loss, engine, number))
+        _, backward = calls_of(partial(engine.backward, loss))
+        _, step = calls_of(engine.step)
+    engine.close(restore=False)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    pipeline = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 4}}
+    make, loss_fn = partial(torch.optim.SGD, lr=0.1), torch.nn.functional.mse_loss
+    engine = zeroshard.initialize(layers, make, pipeline, loss_fn=loss_fn).engine
+    _, microbatch = calls_of(partial(engine.train_batch, torch.ones(8, 4), torch.ones(8, 4)))
+    engine.close(restore=False)
+    return dict(zip(WALKS, map(list, (forward | backward, backward, step, key, microbatch)), strict=True))
+
+
+def test_the_functions_of_each_walk_run_in_its_order(ranks: Any) -> None:
+    """On both ranks, but a pipeline's later ranks receive before they compute. Gathers and reductions that
+    end on other threads, or by chance, are in no list."""
+    first, second = ranks(2, real_walks, timeout=120)
+    assert re.findall(r"^## The walk of a (.*)$", ARCHITECTURE, re.MULTILINE) == [*WALKS]
+    for what in WALKS:
+        listed = walk_of(what)
+        assert 5 < len(listed) == len(set(listed)) <= 30, what
+        assert [one for one in first[what] if one in listed] == listed
+        assert set(listed) <= set(second[what])
+        assert what == "micro-batch" or [one for one in second[what] if one in listed] == listed
 
 
 def test_the_glossary_has_few_words() -> None:
