@@ -345,6 +345,35 @@ def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Tr
     assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == {"triton"}
 
 
+# The files that set an attribute `forward`, each with the reason.
+SET_FORWARD = {
+    "zeroshard/sharding/context.py": "`Changes.around`: one stack of all that lies around a module's forward",
+    "zeroshard/parallel/pipeline/traced.py": "torch marks split points there; the marks are undone",
+    "zeroshard/sharding/walk.py": "the forward that a call belongs to: an attribute of no module",
+}
+
+
+def sets_forward(tree: ast.Module) -> bool:
+    """True if a module sets an attribute `forward`: by a statement, by `setattr` and its like, in `vars`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node.slice, "value", None)
+        elif isinstance(node, ast.Call) and len(node.args) == 3:
+            name = getattr(node.args[1], "value", None)
+        else:
+            continue
+        if name == "forward":
+            return True
+    return False
+
+
+def test_one_place_puts_something_around_a_forward(trees: Trees) -> None:
+    assert {path for path, tree in trees.items() if sets_forward(tree)} == SET_FORWARD.keys()
+    for text in ("a.b, a.forward = 1, f", "vars(a)['forward'] = f", "setattr(a, 'forward', f)"):
+        assert sets_forward(ast.parse(text))
+    assert not sets_forward(ast.parse("f = a.forward(vars(b)['forward'])"))
+
+
 ARCHITECTURE = read("docs/architecture.md")
 DRAWN = ("plan", "parameters", "sharding", "stepping", "comm")
 """The folders whose modules the layer picture names; of the others it has one line."""

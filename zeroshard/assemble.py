@@ -40,6 +40,7 @@ from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.part import ModelPart, take_part
 from zeroshard.parallel.pipeline.traced import TracedChunks
+from zeroshard.parallel.pipeline.weights import Products
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.losses import tile_losses
@@ -140,6 +141,7 @@ def shard_over(
     change_forwards(module, changes)
     casts = prepare_forwards(module, division, config, over, changes)
     change_mlps(module, config.recompute, config.mlp.tiles, changes, is_whole=part is None)
+    products = None if part is None or not part.has_halves else Products(module, changes)
     check_values(module)
     host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
@@ -186,7 +188,7 @@ def shard_over(
         offload_activations(units, changes, context)
     exclude_from_tracing()
     runtime = Runtime(units, context, pool, changes)
-    runtime.ignored, runtime.casts, runtime.budget = ignored, casts, budget
+    runtime.ignored, runtime.casts, runtime.budget, runtime.products = ignored, casts, budget, products
     hook(runtime)
     compare_inputs(runtime)
     guard_copies(module.modules(), changes.hook, changes.set)

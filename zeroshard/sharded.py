@@ -364,12 +364,15 @@ class UnitInfo:
 class Units(list[UnitInfo]):
     """The units; as text a table."""
 
+    inside: dict[str, tuple[str, ...]]
+    """By name of a module that is no unit: all that lies around its forward, from the outside in."""
+
     def __str__(self) -> str:
         total = sum(unit.seconds for unit in self)
         rows = [
             (unit.name or "(root)", format_count(unit.numel), ", ".join(unit.around), f"{unit.seconds:.4g} s")
             for unit in self
-        ]
+        ] + [(name, "", ", ".join(around), "") for name, around in self.inside.items()]
         columns = ("unit", "elements", "around its forward", "predicted")
         return render("units", columns, [*rows, LINE, ("forward and backward", "", "", f"{total:.4g} s")])
 
@@ -377,14 +380,20 @@ class Units(list[UnitInfo]):
 def units(owner: Engine | Sharded) -> Units:
     """The units, each with the facts of `UnitInfo`: name, size, reason, and what lies around its forward."""
     runtime = owner._runtime
-    placements, infos = runtime.context.setting.placements, Units()
+    placements, infos, stacks = runtime.context.setting.placements, Units(), {**runtime.changes.stacks}
     seconds = {} if runtime.budget is None else runtime.budget.seconds
     for unit in (unit for unit in runtime.units if unit.plan.buffers or unit.module in seconds):
-        is_root, ends_forward = unit is runtime.root, unit in runtime.passes.last
-        kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
-        around = *["gather"][: len(unit.buffers)], *reversed(runtime.changes.stacks[unit.module])
+        kept = unit.plan.is_kept(
+            placements, is_root=unit is runtime.root, ends_forward=unit in runtime.passes.last
+        )
+        around = *["gather"][: len(unit.buffers)], *reversed(stacks.pop(unit.module, ()))
         predicted = seconds.get(unit.module, 0.0)
         infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around, predicted))
+    infos.inside = {
+        name: tuple(reversed(stacks[module]))
+        for name, module in runtime.module.named_modules()
+        if module in stacks
+    }
     return infos
 
 

@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zeroshard
 from tests.distributed.models import GPT, Tiny, tiny
 from tests.distributed.training import (
     OPTIMIZERS,
@@ -394,10 +392,13 @@ def test_the_units_of_an_engine_show_all_that_lies_around_their_forwards():
     assert around == {"": ("gather",), "1": ("gather", "recompute", "cast")}
 
 
-def test_no_other_place_puts_something_around_a_forward():
-    sources = {path.name: path.read_text() for path in Path(zeroshard.__file__).parent.rglob("*.py")}
-    set_there = {name for name, text in sources.items() if re.search(r"set\(\s*[\w.]+,\s*.forward", text)}
-    assert set_there == {"context.py"}
+@on_ranks(1)
+def test_the_units_show_what_lies_around_the_forwards_of_modules_inside():
+    precision = {"param_dtype": "bf16", "overrides": {"norm": "fp32"}}
+    engine, _ = start(GPT(tied=False), "SGD", units=["Block"], precision=precision)
+    assert engine.units.inside == {"norm": ("cast",)}
+    assert re.search(r"^ norm +cast *$", str(engine.units), re.MULTILINE)
+    assert "norm" not in [unit.name for unit in engine.units]
 
 
 # ------------------------------------------------------------------------------------------------ compile

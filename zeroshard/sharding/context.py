@@ -50,13 +50,20 @@ class Context:
     """The dtype to which floating-point outputs of the root are cast; None: they stay as they are."""
 
 
+ORDER = (
+    *("codes", "divide", "cast", "random", "sequence", "loss", "lean", "tiles", "products", "compile"),
+    *("fused attention", "recompute", "offload", "budget"),
+)
+"""The names of all that may lie around a forward, from the inside out: each stack is in this order."""
+
+
 class Changes:
     """The hooks and attributes that sharding adds to the user's modules, taken back from the last one on."""
 
     def __init__(self) -> None:
         self._undo, self._last = ExitStack(), ExitStack()
         self.stacks = defaultdict[nn.Module, list[str]](list)
-        """The names of what lies around the forward of each module, from the inside out."""
+        """The names of what lies around the forward of each module, from the inside out, see `ORDER`."""
 
     def hook(self, *handles: RemovableHandle) -> None:
         """Note hooks that were registered."""
@@ -77,12 +84,13 @@ class Changes:
 
         Args:
             module: the module.
-            name: what the function does, for `engine.units`.
+            name: what the function does, one of `ORDER`.
             wrap: (forward) -> the function.
         """
-        forward = module.forward
+        forward, stack = module.forward, self.stacks[module]
         self.set(module, "forward", functools.wraps(forward)(wrap(forward)))
-        self.stacks[module].append(name)
+        stack.append(name)
+        assert stack == sorted(stack, key=ORDER.index), f"expected the order of ORDER, got {stack}"
 
     def when_undone(self, act: Callable[[], None]) -> None:
         """Note a function to call when all else is undone."""

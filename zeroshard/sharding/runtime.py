@@ -59,6 +59,8 @@ class Runtime:
         """Modules that compute in a dtype of their own."""
         self.budget: Any = None
         """Chooses what units keep for their backward, if there is a budget of memory."""
+        self.products: Any = None
+        """The products of layers, if backwards come in two halves."""
         self.reducer = Reducer(units, context, pool)
         self.passes = Passes(units, context, self.reducer)
         # Parameters call it, without a strong reference to the runtime.

@@ -261,3 +261,28 @@ def test_the_weight_gradients_of_all_linear_layers_wait():
         train(engine, range(STEPS))
     engine.close(restore=False)
     assert len(noted) / (STEPS * NUM) == 2 * 7 + torch.distributed.get_rank()  # the last rank has the head
+
+
+class Activated(nn.Linear):
+    """A layer with a module inside: its unit has a choice of a budget, and a product that may wait."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+@on_ranks(2)
+def test_a_unit_that_is_a_layer_has_backwards_in_halves_within_a_budget_of_memory():
+    pipeline, losses = {"schedule": "zb-h1", "num_microbatches": 4}, []
+    for more in ({}, {"recompute": "auto", "memory_budget": "1GB"}):
+        config = {"mesh": {"pp": 2}, "pipeline": pipeline, "units": ["Activated"], **more}
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Activated() for _ in range(4)))
+        engine = zeroshard.initialize(model, sgd, config, loss_fn=F.mse_loss).engine
+        assert {unit.around[-1] for unit in engine.units if unit.name} == {"products"}
+        losses.append([engine.train_batch(torch.ones(8, 4), torch.ones(8, 4)).item() for _ in range(3)])
+        engine.close(restore=False)
+    assert losses[0] == losses[1]

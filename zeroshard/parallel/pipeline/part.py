@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.pipeline import Pipeline
-from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
+from zeroshard.parallel.pipeline.actions import Kind, Schedule, with_sharding
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.simulate import count_activations
@@ -74,6 +74,12 @@ class ModelPart:
         schedule = self.cut.schedule(self.cut.pipeline.num_microbatches)
         rank = schedule.placement[self.chunks[0]]
         return count_activations(schedule).per_rank[rank] / len(self.chunks)
+
+    @property
+    def has_halves(self) -> bool:
+        """True if the backwards of a batch come in two halves."""
+        schedule = schedule_of(self.config, self.config.pipeline.num_microbatches)
+        return any(action.kind is Kind.WEIGHT_GRADIENT for _, action in schedule)
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""

@@ -20,7 +20,6 @@ ranks run the same list, so they reduce in the same order.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -475,13 +474,12 @@ class PipelineTraining:
             self._runtime.passes.calls.named.pop(self._action.place, None)  # no backward comes to it any more
 
     def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
-        """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.deferring`."""
-        return self._products.deferring(waiting)
+        """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.deferring`.
 
-    @functools.cached_property
-    def _products(self) -> Products:
-        """Made for the first backward in two halves: without these, layers run as they are."""
-        return Products(self._runtime.module, self._runtime.changes)
+        In a list of your own that has halves at some numbers of micro-batches alone, the first half is all.
+        """
+        products: Products | None = self._runtime.products
+        return nullcontext() if products is None else products.deferring(waiting)
 
     def act(self, action: Action) -> None:
         """Unshard or reshard the units of a chunk, or take a step."""
