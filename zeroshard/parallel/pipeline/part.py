@@ -78,7 +78,7 @@ class ModelPart:
     @property
     def has_halves(self) -> bool:
         """True if the backwards of a batch come in two halves."""
-        schedule = schedule_of(self.config, self.config.pipeline.num_microbatches)
+        schedule = self.cut.schedule(self.cut.pipeline.num_microbatches)
         return any(action.kind is Kind.WEIGHT_GRADIENT for _, action in schedule)
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
