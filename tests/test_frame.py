@@ -33,27 +33,24 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 24963,
-    "statements of the package": 20756,
-    "tokens of the package": 246846,
-    "lines of code of the core": 7783,
-    "statements of the core": 6749,
-    "tokens of the core": 72987,
+    "lines of code of the package": 24926,
+    "statements of the package": 20690,
+    "tokens of the package": 246610,
+    "lines of code of the core": 7781,
+    "statements of the core": 6727,
+    "tokens of the core": 72771,
     "lines of code of examples, benchmarks and tools": 7418,
     "lines of the longest file": 600,
     "booleans of the core": 31,
     "class names that are defined twice": 0,
     "modules that one other module imports": 21,
-    "functions of a step, two ranks": 159,
+    "functions of a step, two ranks": 127,
     "files of a step, two ranks": 25,
     "files of a step, one rank, offload": 28,
-    "words in docs/": 44645,
+    "words in docs/": 44612,
 }
 
-CORE = (
-    *("plan", "parameters", "sharding", "stepping", "comm", "full", "stores", "internals"),
-    "engine",
-)
+CORE = ("plan", "parameters", "sharding", "stepping", "comm", "full", "stores", "internals", "engine")
 PROGRAMS = ("examples", "benchmarks", "tools")
 
 # The layer picture of docs/architecture.md, from the ground up.
@@ -260,11 +257,8 @@ def test_a_config_key_travels_through_at_most_20_files(trees: Trees) -> None:
 
 
 PURE = (
-    *(f"plan/{module}" for module in ("layout", "arrangement", "placement")),
-    *(
-        f"parallel/pipeline/{module}"
-        for module in ("actions", "partition", "schedules", "simulate", "asynchronous/ages")
-    ),
+    *("plan/layout", "plan/arrangement", "plan/placement", "parallel/pipeline/asynchronous/ages"),
+    *(f"parallel/pipeline/{module}" for module in ("actions", "partition", "schedules", "simulate")),
 )
 
 
@@ -520,8 +514,7 @@ def functions_of_a_step(*, offload: bool) -> set[tuple[str, str]]:
     not count.
     """
     config: dict[str, Any] = {"offload": {"optimizer": "cpu", "parameters": "cpu"}} if offload else {}
-    model = build("GPT")
-    make = AdamW8bit if offload else AdamW
+    model, make = build("GPT"), AdamW8bit if offload else AdamW
     found: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -544,12 +537,7 @@ def functions_of_a_step(*, offload: bool) -> set[tuple[str, str]]:
         gc.enable()
         sys.setprofile(None)
         threading.setprofile(None)
-    package = str(ROOT / "zeroshard")
-    return {(file, name) for file, name in found if file.startswith(package)}
-
-
-def files_of(functions: Iterable[tuple[str, str]]) -> set[str]:
-    return {file for file, _ in functions}
+    return {(file, name) for file, name in found if file.startswith(str(ROOT / "zeroshard"))}
 
 
 def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
@@ -568,8 +556,8 @@ def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
     step = ranks(2, functions_of_a_step, offload=False)[0]
     offloaded = ranks(1, functions_of_a_step, offload=True)[0]
     counts["functions of a step, two ranks"] = len(step)
-    counts["files of a step, two ranks"] = len(files_of(step))
-    counts["files of a step, one rank, offload"] = len(files_of(offloaded))
+    counts["files of a step, two ranks"] = len({file for file, _ in step})
+    counts["files of a step, one rank, offload"] = len({file for file, _ in offloaded})
     counts["words in docs/"] = sum(len(page.split()) for page in pages)
     return counts
 
