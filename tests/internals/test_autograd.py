@@ -19,7 +19,9 @@ from transformers.utils import ModelOutput
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     hook_first,
+    is_made_since,
     is_recorded,
+    next_node,
     outermost_checkpoint,
     will_accumulate,
 )
@@ -186,6 +188,15 @@ def test_casting_changes_the_floats_in_nested_containers_and_nothing_else():
     assert named["a"] is named["again"] is cast["x"][0]
     (same,), _ = cast_inputs(None, (value["plain"],), {}, dtype=A.dtype)
     assert same is value["plain"]
+
+
+def test_tensors_that_were_made_since_a_node_are_told_from_those_before():
+    x = leaf(1.0)
+    y = x * 2
+    node = next_node()
+    assert [is_made_since(tensor, node) for tensor in (x, y, y + 1, A)] == [False, False, True, False]
+    y.mul_(2)
+    assert is_made_since(y, node)
 
 
 def test_a_hook_that_comes_first_runs_before_the_earlier_ones_in_every_backward():

@@ -71,6 +71,15 @@ def _is_run(node: Any) -> bool:
         return False
 
 
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Returns the number of the node that this thread makes next; a backward runs the highest number first."""
+
+
+def is_made_since(tensor: Tensor, node: int) -> bool:
+    """True if a tensor comes from a node that was made after `next_node` gave this number."""
+    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= node
+
+
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
     """Register a hook of a tensor's gradient that runs before those that are there."""
     tensor.register_hook(hook)

@@ -28,6 +28,7 @@ from zeroshard.internals.autograd import (
     backward_task,
     hook_first,
     is_in_backward,
+    is_made_since,
     is_recorded,
     reentrant_error,
     will_accumulate,
@@ -226,22 +227,23 @@ class Passes:
                 "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "
                 "dataclasses, or name in units= the class of a module around it that does"
             )
-        # The gradient of a leaf comes from no unit. It may live on: a hook would run in later backwards, too.
-        tensors = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+        # The outer call of a root that has called itself was dropped.
+        call = next(reversed(unit.under_way), None) or ForwardCall(unit, Ticks(LATEST, LATEST), first_node=0)
+        # The gradient of a tensor that was made before, and is returned, may come when the unit is freed.
+        tensors = [tensor for tensor in tensors if is_made_since(tensor, call.first_node)]
         if tensors:
-            # The outer call of a root that has called itself was dropped.
-            call = unit.under_way[-1] if unit.under_way else ForwardCall(unit, Ticks(LATEST, LATEST))
             if unit in self._frozen:
                 unit.graph_calls.add(call)
-            for tensor in tensors:  # a unit may return its input, with the hook of the unit before
+            for tensor in tensors:  # of a unit inside, perhaps, with its hook
                 hook_first(tensor, partial(self._before_backward, call))
 
     def watch_layer(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
-        if unit.under_way:  # else a part of it is recomputed, for the graph of its first forward
-            hook_first(output, partial(self._before_backward, unit.under_way[-1]))
+        call = unit.under_way[-1] if unit.under_way else None
+        if call is not None and is_made_since(output, call.first_node):  # None: a part is recomputed
+            hook_first(output, partial(self._before_backward, call))
 
     def _before_backward(self, call: ForwardCall, *_: Tensor) -> None:
         unit = call.unit

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import SideStream
+from zeroshard.internals.autograd import next_node
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import change_tensors, find_tensors
 from zeroshard.parameters.sharded import describe_unit
@@ -98,6 +99,8 @@ class ForwardCall:
     """The notes of the call log on its forward, which live as long as a call of it."""
     entered_in: object = None
     """The last backward that has come to it."""
+    first_node: int = field(default_factory=next_node)
+    """The first node of autograd's graph that was made in it."""
 
 
 class Slots:

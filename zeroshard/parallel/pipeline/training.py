@@ -74,6 +74,8 @@ def running_batch(runtime: Runtime, *, by_autograd: bool = False) -> Iterator[No
         runtime.check_edits()
     except BaseException:
         runtime.reducer.taint()
+        if by_autograd:  # ranks that have come less far have no sums: a save asks for them before all meet
+            runtime.reducer.drop()
         raise
     finally:
         passes.passive = ()
