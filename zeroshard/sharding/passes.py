@@ -63,9 +63,8 @@ class Passes:
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else context.num_prefetch
         self.trained = [(unit, gradients) for unit in units for gradients in unit.gradients]
         """The gradients of each trained buffer, and their unit."""
-        self._frozen = dict.fromkeys(
-            u for u in units[1:] if u.backward_needs_parameters and not (u.is_resident or u.gradients)
-        )
+        frozen = (unit for unit in units[1:] if not (unit.is_resident or unit.gradients))
+        self._frozen = dict.fromkeys(unit for unit in frozen if unit.backward_needs_parameters)
         """Units without gradients: the graph decides if a backward gathers them."""
         has_versions = context.setting.weights not in NEWEST_WEIGHTS
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
@@ -299,9 +298,8 @@ class Passes:
         for number, (_, gradients) in enumerate(self.trained):
             for index, parameter in enumerate(gradients.buffer.unsharded):
                 # torch's own call refuses a frozen parameter. Hooks of users are with the sharded one.
-                parameter._post_accumulate_grad_hooks = (
-                    {0: partial(self.receive, ref(self), number, index)} if is_heard else {}
-                )
+                hook = partial(self.receive, ref(self), number, index)
+                parameter._post_accumulate_grad_hooks = {0: hook} if is_heard else {}
 
     @staticmethod
     def receive(of_self: ref[Passes], number: int, index: int, parameter: Tensor) -> None:

@@ -39,12 +39,7 @@ from torch.optim import Optimizer
 from zeroshard.comm.mesh import Axes
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.sharded import (
-    ShardedParameter,
-    gradient_of,
-    only_sharded,
-    set_gradients,
-)
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradients
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK, Span
