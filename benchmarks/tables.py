@@ -293,7 +293,7 @@ def unit_cost(*documents: Document) -> Table:
         settings = one.field("settings")
         ratio = interval(one.median("rows", "ratio zeroshard/fsdp2"))
         cells = [Cell(f"{cost.value:.0f}", cost) for cost in (own, peer)]
-        what = "forward and backward in bf16" if settings.get("passes") else "whole steps in fp32"
+        what = "passes in bf16" if settings.get("passes") else "whole steps"
         rows.append((f"{settings['ranks']} rank{'s' * (settings['ranks'] > 1)}, {what}", *cells, ratio))
     return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows, drawn=(1, 2))
 
