@@ -1,5 +1,8 @@
 """The walk of a backward with units that note what happens; leases; one order of units out of several."""
 
+import ast
+import inspect
+import textwrap
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -7,6 +10,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
+from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.reducer import merge
 from zeroshard.sharding.unit import ForwardCall, Ticks
 from zeroshard.sharding.walk import CallLog, Lease, Visit, Walk, plan_turns
@@ -314,3 +318,10 @@ def test_a_new_element_goes_right_behind_the_one_before_it():
     assert merge([[0, 2, 3], [5, 0, 3, 4]]) == [5, 0, 2, 3, 4]
     assert merge([[0, 1, 0, 2]]) == [0, 1, 2]
     assert merge([]) == []
+
+
+def test_the_four_hooks_of_a_unit_have_at_most_25_lines_each():
+    for hook in (Passes.before_forward, Passes.after_forward, Passes.before_backward, Passes.after_backward):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(hook))).body
+        assert ast.get_docstring(tree)
+        assert tree.end_lineno - tree.body[0].end_lineno <= 25, hook

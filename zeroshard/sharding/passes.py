@@ -234,7 +234,7 @@ class Passes:
             if unit in self._frozen:
                 unit.graph_calls.add(call)
             for tensor in tensors:  # of a unit inside, perhaps, with its hook
-                hook_first(tensor, partial(self._before_backward, call))
+                hook_first(tensor, partial(self.before_backward, call))
 
     def watch_layer(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
@@ -242,9 +242,14 @@ class Passes:
             return
         call = unit.under_way[-1] if unit.under_way else None
         if call is not None and is_made_since(output, call.first_node):  # None: a part is recomputed
-            hook_first(output, partial(self._before_backward, call))
+            hook_first(output, partial(self.before_backward, call))
 
-    def _before_backward(self, call: ForwardCall, *_: Tensor) -> None:
+    def before_backward(self, call: ForwardCall, *_: Tensor) -> None:
+        """Take the turns up to a call, as the gradient of one of its outputs has arrived; wait for its unit.
+
+        Args:
+            call: the call whose backward begins; with the first one, the backward of the module begins.
+        """
         unit = call.unit
         if not self._backward():
             self._begin_backward(unit)
@@ -291,7 +296,7 @@ class Passes:
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()
-        self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
+        self._backward = at_end_of_backward(lambda: self.after_backward(makes_graph))
 
     def listen(self, is_heard: bool = True) -> None:
         """Let autograd call `receive` for each gradient that it has accumulated; or let it call nobody."""
@@ -341,7 +346,12 @@ class Passes:
         if not gradients.missing and unit not in self.quiet:
             self._walk.note_gradient(unit)
 
-    def _end_backward(self, makes_graph: bool) -> None:
+    def after_backward(self, makes_graph: bool) -> None:
+        """Take the turns that are left, deliver the gradients and free all units; the backward has ended.
+
+        Args:
+            makes_graph: True if a backward through this backward may come.
+        """
         self._walk.take()
         self._backward = bool
         self._state.move(_REST)
