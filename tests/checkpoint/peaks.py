@@ -26,16 +26,17 @@ def growth(action: Callable[..., Any], *args: Any, times: int = 1) -> int:
     """Bytes by which the peak of resident memory exceeds what is held before, the least of several times.
 
     Pages of libraries are not counted: the system takes them from a process and brings them back as it
-    likes. Where it does so in the middle of a call, that call counts them, so the least of three calls is
-    what the action needs.
+    likes, and the peak has those that were there before or are there after. Where it brings and takes some in
+    one call, that call counts them, so the least of three calls is what the action needs.
     """
     if times > 1:
         return min(growth(action, *args) for _ in range(times))
     ctypes.CDLL(None).malloc_trim(0)  # else memory that was freed before hides what is taken
-    before = status("VmRSS") - status("RssFile")
+    pages = status("RssFile")
+    before = status("VmRSS") - pages
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     action(*args)
-    return status("VmHWM") - status("RssFile") - before
+    return status("VmHWM") - max(pages, status("RssFile")) - before
 
 
 class Rows(nn.Module):
