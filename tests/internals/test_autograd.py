@@ -18,8 +18,7 @@ from transformers.utils import ModelOutput
 
 from zeroshard.internals.autograd import (
     at_end_of_backward,
-    hook_first,
-    is_made_since,
+    hook_if_made,
     is_recorded,
     next_node,
     outermost_checkpoint,
@@ -190,13 +189,15 @@ def test_casting_changes_the_floats_in_nested_containers_and_nothing_else():
     assert same is value["plain"]
 
 
-def test_tensors_that_were_made_since_a_node_are_told_from_those_before():
+def test_a_hook_is_registered_on_a_tensor_that_was_made_since_a_node():
     x = leaf(1.0)
     y = x * 2
     node = next_node()
-    assert [is_made_since(tensor, node) for tensor in (x, y, y + 1, A)] == [False, False, True, False]
+    tensors = (x, y, y + 1, A)
+    assert [hook_if_made(tensor, node, print) for tensor in tensors] == [False, False, True, False]
+    assert [bool(tensor._backward_hooks) for tensor in tensors] == [False, False, True, False]
     y.mul_(2)
-    assert is_made_since(y, node)
+    assert hook_if_made(y, node, print)
 
 
 def test_a_hook_that_comes_first_runs_before_the_earlier_ones_in_every_backward():
@@ -205,7 +206,7 @@ def test_a_hook_that_comes_first_runs_before_the_earlier_ones_in_every_backward(
     first = y.register_hook(lambda _: calls.append("of the user"))
     y.retain_grad()
     for name in ("a", "b"):
-        hook_first(y, lambda _, name=name: calls.append(name))
+        assert hook_if_made(y, 0, lambda _, name=name: calls.append(name))
     y.backward(retain_graph=True)
     first.remove()
     y.backward()

@@ -278,16 +278,16 @@ class Unit(SimpleNamespace):
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3))))
-def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
+def test_the_leases_of_a_unit_are_those_that_hold_it(moves):
     leases, units = [Lease() for _ in range(3)], [Unit() for _ in range(4)]
     held = set()
-    for takes, lease, unit in moves:
-        if takes:
+    for holds, lease, unit in moves:
+        if holds:
             units[unit].is_gathered = True
-            leases[lease].take(units[unit])
+            leases[lease].hold(units[unit])
             held.add((lease, unit))
         else:
-            leases[lease].end((units[unit],))
+            leases[lease].release((units[unit],))
             held.discard((lease, unit))
             assert units[unit].is_gathered == bool(units[unit].leases)
         for number, one in enumerate(units):

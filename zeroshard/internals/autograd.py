@@ -75,17 +75,24 @@ next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 """Returns the number of the node that this thread makes next; a backward runs the highest number first."""
 
 
-def is_made_since(tensor: Tensor, node: int) -> bool:
-    """True if a tensor comes from a node that was made after `next_node` gave this number."""
-    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= node
+def hook_if_made(tensor: Tensor, since: int, hook: Callable[[Tensor], object]) -> bool:
+    """Register a hook of a tensor's gradient that runs before those that are there.
 
+    Args:
+        tensor: any tensor.
+        since: the hook is registered only if a node made the tensor after `next_node` gave this number.
+        hook: the hook.
 
-def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
-    """Register a hook of a tensor's gradient that runs before those that are there."""
+    Returns:
+        True if it is registered.
+    """
+    if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() < since:
+        return False
     tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
     for key in tuple(hooks)[:-1]:  # they run in the order of the dictionary
         hooks[key] = hooks.pop(key)
+    return True
 
 
 def outermost_checkpoint() -> FrameType | None:

@@ -26,9 +26,7 @@ from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
-    hook_first,
     is_in_backward,
-    is_made_since,
     is_recorded,
     reentrant_error,
     will_accumulate,
@@ -38,7 +36,7 @@ from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit, UnitState
-from zeroshard.sharding.walk import CallLog, Lease, Walk
+from zeroshard.sharding.walk import CallLog, Lease, Walk, hook_outputs
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
@@ -115,12 +113,12 @@ class Passes:
             self._state.refuse("a forward", Moment.BETWEEN_STEPS)
             self.refresh(unit)
         if not unit.is_resident:
-            self._forward.take(unit)
-            self._graph.end((unit,))
+            self._forward.hold(unit)
+            self._graph.release((unit,))
         if self._ended and self._trails:
             ended, self._ended = self._ended, {}
             ended.pop(unit, None)
-            self._forward.end(ended, for_backward=torch.is_grad_enabled())
+            self._forward.release(ended, for_backward=torch.is_grad_enabled())
         self.calls.begin(unit)
         self._here.enter("the forward of ", unit.described)
         unit.unshard()
@@ -128,7 +126,7 @@ class Passes:
             ahead = self._order.following(unit, self._order.scope)
             for upcoming in ahead[: self._num_prefetch]:
                 upcoming.unshard()
-                self._forward.take(upcoming)
+                self._forward.hold(upcoming)
             for upcoming in ahead[self._num_prefetch :]:
                 upcoming.read_ahead()
 
@@ -200,12 +198,12 @@ class Passes:
         may_have_backward = self.calls.may_have_backward
         if called != self._order.units:
             self._order.follow(called, may_have_backward)
-        self._graph.end()
+        self._graph.release()
         if may_have_backward:
             self.last = self._ended
-            self._graph.take(self._root, *self._ended)
+            self._graph.hold(self._root, *self._ended)
         self._ended = {}
-        self._forward.end(for_backward=may_have_backward)
+        self._forward.release(for_backward=may_have_backward)
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -228,21 +226,14 @@ class Passes:
             )
         # The outer call of a root that has called itself was dropped.
         call = next(reversed(unit.under_way), None) or ForwardCall(unit, Ticks(LATEST, LATEST), first_node=0)
-        # The gradient of a tensor that was made before, and is returned, may come when the unit is freed.
-        tensors = [tensor for tensor in tensors if is_made_since(tensor, call.first_node)]
-        if tensors:
-            if unit in self._frozen:
-                unit.graph_calls.add(call)
-            for tensor in tensors:  # of a unit inside, perhaps, with its hook
-                hook_first(tensor, partial(self.before_backward, call))
+        if hook_outputs(call, tensors, self.before_backward) and unit in self._frozen:
+            unit.graph_calls.add(call)
 
     def watch_layer(self, unit: Unit, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
-        if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
-            return
-        call = unit.under_way[-1] if unit.under_way else None
-        if call is not None and is_made_since(output, call.first_node):  # None: a part is recomputed
-            hook_first(output, partial(self.before_backward, call))
+        # No call is under way where a part is recomputed.
+        if isinstance(output, Tensor) and not torch.compiler.is_compiling() and unit.under_way:
+            hook_outputs(unit.under_way[-1], (output,), self.before_backward)
 
     def before_backward(self, call: ForwardCall, *_: Tensor) -> None:
         """Take the turns up to a call, as the gradient of one of its outputs has arrived; wait for its unit.
@@ -277,10 +268,10 @@ class Passes:
             self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()
         self._state.move(_BACKWARD)
-        self._graph.take(*self._forward.units)
-        self._forward.end()
+        self._graph.hold(*self._forward.units)
+        self._forward.release()
         if makes_graph := torch.is_grad_enabled():
-            self.second_graph.take(*self._units)
+            self.second_graph.hold(*self._units)
         visits = self.calls.collect()
         self._walk = Walk(visits, self._reducer, self._graph, num_prefetch=self._num_prefetch)
         if self._order.is_common and self._walk.left != self._order.reductions:
@@ -403,7 +394,7 @@ class Passes:
         else:
             self._backward = bool
             self.calls.end_backward()
-            self.second_graph.end()
+            self.second_graph.release()
             self._reducer.drop_backward()
         self.reshard_all()
         self._here.enter(self._here.OUTSIDE)
@@ -412,7 +403,7 @@ class Passes:
         """Drop earlier forwards and backwards: after a step no backward goes through them."""
         self.recover()
         if self.second_graph.units:
-            self.second_graph.end()
+            self.second_graph.release()
             self.calls.end_backward()
             self.reshard_all()
 
@@ -422,8 +413,8 @@ class Passes:
             if unit not in self.passive:
                 unit.slots.uninstall()
         self._ended = {}
-        self._forward.end()
-        self._graph.end(self._units)
+        self._forward.release()
+        self._graph.release(self._units)
 
 
 def closed_error() -> RuntimeError:

@@ -214,11 +214,11 @@ class Runtime:
         for unit in units:
             if not unit.is_resident:
                 unit.unshard()
-                self.passes.scheduled.take(unit)
+                self.passes.scheduled.hold(unit)
 
     def reshard(self, units: Iterable[Unit] | None = None) -> None:
         """Keep units no longer; None: all that `unshard` has kept. Those that nobody needs are freed."""
-        self.passes.scheduled.end(units, for_backward=True)
+        self.passes.scheduled.release(units, for_backward=True)
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""

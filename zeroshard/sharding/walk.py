@@ -1,4 +1,4 @@
-"""The calls of units in forwards, the walk of a backward through them, from end to beginning, and leases.
+"""The calls of units in forwards, hooks of their outputs, the walk of a backward through them, and leases.
 
 Every call of a unit begins and ends at a tick of the runtime's clock. Autograd runs nodes in the reverse
 order of their creation. So when the gradient of an output arrives, the calls that began after that output was
@@ -18,9 +18,9 @@ they issue the same gathers and reductions in the same order, on any number of c
 the forwards whose graphs are alive, and torch's own activation checkpoints; docs/architecture.md names the
 programs outside.
 
-[Note: Leases] A lease is a reason to keep units gathered. The end of the last lease on a unit frees it.
+[Note: Leases] A lease is a reason to keep units gathered. A unit is freed when its last lease is released.
 
-lease          taken                                    ended
+lease          held                                     released
 forward        before a forward of the unit, or by a    when another unit begins after it, or, where
                prefetch                                 units are kept, when the root's forward ends
 graph          when the root's forward ends: on the     when the backward leaves the unit, by the
@@ -33,7 +33,8 @@ scheduled      by an unshard of a schedule, and by      by its reshard, and by t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from itertools import count
 from operator import attrgetter, itemgetter
 from types import FrameType
@@ -41,8 +42,9 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from torch import Tensor
 
-from zeroshard.internals.autograd import outermost_checkpoint
+from zeroshard.internals.autograd import hook_if_made, outermost_checkpoint
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit
 
@@ -149,20 +151,29 @@ class CallLog:
         self._num_past = len(self._forwards)
 
 
+def hook_outputs(call: ForwardCall, tensors: Iterable[Tensor], hook: Callable[..., None]) -> bool:
+    """Call `hook` with the gradient of each tensor that a call has made, and say if there is such a tensor.
+
+    The gradient of one that was made before, and is handed on, may come when the unit is freed.
+    """
+    # A tensor of a unit inside has its hook: the outer call begins first.
+    return True in [hook_if_made(one, call.first_node, partial(hook, call)) for one in tensors]
+
+
 class Lease:
     """One reason to keep units gathered."""
 
     def __init__(self) -> None:
         self.units: dict[Unit, None] = {}
-        """The units that it keeps, in the order in which it took them."""
+        """The units that it keeps, in the order in which it got them."""
 
-    def take(self, *units: Unit) -> None:
+    def hold(self, *units: Unit) -> None:
         """Keep units gathered from now on. The caller gathers them."""
         for unit in units:
             self.units[unit] = None
             unit.leases.add(self)
 
-    def end(self, units: Iterable[Unit] | None = None, *, for_backward: bool = False) -> None:
+    def release(self, units: Iterable[Unit] | None = None, *, for_backward: bool = False) -> None:
         """Keep units no longer, None: all that it keeps, and free those that no other lease keeps.
 
         Args:
@@ -284,9 +295,9 @@ class Walk:
                 unit.read_ahead()
             else:
                 unit.slots.uninstall()
-                self._lease.end((unit,))
+                self._lease.release((unit,))
 
     def _gather(self, unit: Unit) -> None:
         if unit.joins_backward:  # also without a backward on this rank: others may have one
             unit.unshard()
-            self._lease.take(unit)
+            self._lease.hold(unit)
