@@ -123,7 +123,7 @@ class Passes:
         self._here.enter("the forward of ", unit.described)
         unit.unshard()
         if self._num_prefetch:
-            ahead = self._order.following(unit, self._order.scope)
+            ahead = self._order.following(unit)
             for upcoming in ahead[: self._num_prefetch]:
                 upcoming.unshard()
                 self._forward.hold(upcoming)

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 from itertools import compress, islice, pairwise
 from typing import ClassVar, TypeVar
 
@@ -118,23 +117,16 @@ class UnitOrder:
         self.units = units
         for position, unit in enumerate(units):
             unit.position = position
-        # Asked in each forward of a unit, with the same answers until the order changes.
-        self.following = cache(partial(following, units, self._num_ahead))
 
+    def following(self, unit: Unit) -> list[Unit]:
+        """The next units of `scope` in forward that are gathered; of the root, the first ones.
 
-def following(order: Sequence[Unit], num: int, unit: Unit, scope: Collection[Unit]) -> list[Unit]:
-    """The next units in forward that are gathered; of the root, the first ones. A new unit has none.
-
-    Args:
-        order: the units in the order of their forwards, without the root.
-        num: the most units.
-        unit: the unit whose forward begins.
-        scope: the units that may be gathered ahead.
-    """
-    if unit.position < 0 and unit.name:
-        return []
-    later = (one for one in islice(order, unit.position + 1, None) if one in scope and not one.is_resident)
-    return list(islice(later, num))
+        A unit that is new has none.
+        """
+        if unit.position < 0 and unit.name:
+            return []
+        later = (u for u in islice(self.units, unit.position + 1, None) if u in self.scope)
+        return list(islice((u for u in later if not u.is_resident), self._num_ahead))
 
 
 class Reducer:
