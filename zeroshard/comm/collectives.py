@@ -165,9 +165,7 @@ class Axis:
         self.under_way.add(pending)
         return pending
 
-    def all_gather(
-        self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER, chunks: Parts = ()
-    ) -> Handle:
+    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
@@ -177,9 +175,8 @@ class Axis:
                 any other collective that may be under way.
             label: the name of the collective in error messages.
             channel: the communicator, GATHER or REDUCE; both halves of an all-reduce use the same one.
-            chunks: `flat.chunk(size)`, if the caller keeps it.
         """
-        chunks, pending = chunks or flat.chunk(self.size), None
+        chunks, pending = flat.chunk(self.size), None
         if self.size > 1 and flat.numel():
             label = self.note(label, channel, "all_gather", own.nbytes * (self.size - 1))
             if not self.exchanges:

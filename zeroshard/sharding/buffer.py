@@ -230,8 +230,6 @@ class FlatBuffer:
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
         self._axis = axes[plan.gathers[0].axis] if plan.gathers else None
         """The ranks that gather; None: this one has all values."""
-        self._chunks = self.full.chunk(1 if self._axis is None else self._axis.size)
-        """The part of `full` that each of them has."""
         self.has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         """True if a few ranks may keep a copy among them between forward and backward."""
         self._second_axis = axes[plan.regathers[0].axis] if self.has_second else axes.dp_inner
@@ -336,7 +334,7 @@ class FlatBuffer:
         own = self.store.begin(self._own)
         if self._axis is None:
             return None
-        return self._axis.all_gather(self.full, own, tag=self.tag, label=label, chunks=self._chunks)
+        return self._axis.all_gather(self.full, own, tag=self.tag, label=label)
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full`, which is not resident, back; nothing may still be writing to it.
@@ -364,7 +362,7 @@ class FlatBuffer:
         """Drop all values; tensors that others hold keep theirs."""
         self.keep_second(False)
         self.store.release()
-        self.full, self._own, self._chunks = self.main, self.main, ()
+        self.full = self._own = self.main
         self.sharded, self.unsharded, self.originals = (), (), ()
         self.versions, self._starts = [], {}
 
