@@ -24,12 +24,12 @@ each. A move leads from one to another. Its backward leads the gradient the oppo
     SUM                summands: sum      whole
     GATHER             parts: gather      whole: split
     SPLIT              whole: split       parts: gather
-    GATHER_SUMMANDS    parts: gather      a summand on each: sum and split
     SUM_TO_PARTS       sum and split      parts: gather
 
 COPY and SUM stand around a pair of layers, the first one divided by its columns, the second one by its rows
-(Shoeybi et al. 2019, "Megatron-LM", section 3: f and g). The last two take their place where the regions
-between such pairs are divided along the sequence (Korthikanti et al. 2022, section 4.2.2).
+(Shoeybi et al. 2019, "Megatron-LM", section 3: f and g). SUM_TO_PARTS, and the gather of a norm, take their
+place where the regions between such pairs are divided along the sequence (Korthikanti et al. 2022, section
+4.2.2).
 
 Exchanges of activations over one axis: a tensor in, a tensor out, when the values are there.
 
@@ -166,7 +166,6 @@ class Comm(Enum):
     SUM = ("sum", "keep")
     GATHER = ("gather", "split")
     SPLIT = ("split", "gather")
-    GATHER_SUMMANDS = ("gather", "sum and split")
     SUM_TO_PARTS = ("sum and split", "gather")
 
 
