@@ -232,7 +232,6 @@ class FlatBuffer:
         """The ranks that gather; None: this one has all values."""
         self.has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         """True if a few ranks may keep a copy among them between forward and backward."""
-        self._second_axis = axes[plan.regathers[0].axis] if self.has_second else axes.dp_inner
         self._second: Tensor | None = None
         shown = first_of([original.fqn for original in originals])
         self._freed = (
@@ -330,7 +329,8 @@ class FlatBuffer:
         if self.has_second and self.store.is_stale:
             self.keep_second(False)
         if self._second is not None:
-            return self._second_axis.all_gather(self.full, self._second, tag=self.tag, label=label)
+            inner = self._context.axes.dp_inner
+            return inner.all_gather(self.full, self._second, tag=self.tag, label=label)
         own = self.store.begin(self._own)
         if self._axis is None:
             return None
@@ -351,7 +351,7 @@ class FlatBuffer:
         """Keep the copy that a few ranks keep among them, or drop it."""
         meter = self._context.meter
         if keep and self._second is None:
-            axis = self._second_axis
+            axis = self._context.axes.dp_inner
             self._second = self.full.detach().chunk(axis.size)[axis.rank].clone()
             meter.add(self._second.nbytes)
         elif not keep and self._second is not None:
