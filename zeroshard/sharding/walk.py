@@ -216,9 +216,9 @@ def plan_turns(visits: Mapping[Unit, Visit], num_prefetch: int) -> list[Turn]:
     turns: list[Turn] = []
     for number, (_, unit) in enumerate(route):
         entered, _ = route[max(0, number - num_prefetch)]
-        if unit.in_files and turns:  # of two turns with one tick and order the later in the list comes first
-            turns.insert(-1, turns[-1]._replace(unit=unit, act="read"))
-        turns.append(Turn(entered.whole.ended, -number, unit, "gather"))
+        if unit.in_files and turns:  # directly after the gather of the unit before it
+            turns.append(Turn(turns[-1].tick, 1 - 2 * number, unit, "read"))
+        turns.append(Turn(entered.whole.ended, -2 * number, unit, "gather"))
     for unit, visit in visits.items():
         turns += last_turns(unit, visit.first)
     return sorted(turns, key=_by_tick)
