@@ -34,7 +34,8 @@ from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import scale_
 
 Step = Callable[[], None]
-Gradients = list[tuple[ShardedParameter, Tensor | None]]
+Pairs = list[tuple[ShardedParameter, Tensor | None]]
+"""Parameters with their gradients."""
 
 
 class LateSteps(Steps):
@@ -48,9 +49,9 @@ class LateSteps(Steps):
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._state, self._device = runtime.state, runtime.context.device
         self._runtime = weakref.ref(runtime)  # the optimizer holds this
-        self._left: dict[Unit, list[tuple[Step, Gradients, Tensor | None]]] = {}
+        self._left: dict[Unit, list[tuple[Step, Pairs, Tensor | None]]] = {}
         """The steps of each unit, with gradients, and the factor of those on the host."""
-        self._unscaled: Gradients = []
+        self._unscaled: Pairs = []
         """Gradients on the host that are still to be multiplied by `_factor`, if a parameter has them yet."""
         self._factor: Tensor | None = None
         self._end: Step | None = None
@@ -121,7 +122,7 @@ class LateSteps(Steps):
         is_unseen = state.gives_memory is not None and not state.has_shown_gradients
         return is_unseen and Moment.BATCH not in state.moments
 
-    def scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
+    def scale_later(self, gradients: Pairs, factor: Tensor) -> bool:
         if not self._may_wait():
             return False
         self._unscaled, self._factor, self._state.look = gradients, factor, self.finish
