@@ -34,6 +34,7 @@ from torch import Tensor
 
 from zeroshard.comm import streams
 from zeroshard.comm.streams import Mark, SideStream, mark_here
+from zeroshard.plan.pieces import MOST_UNDER_WAY
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores.files import Extent, Swap, advise
 from zeroshard.stores.host import host_memory
@@ -222,10 +223,6 @@ class GradientStore:
         """Let the host wait until all values are at rest."""
 
 
-_MOST_UNDER_WAY = 2
-"""Reduced gradients of flat buffers that hold memory on the device while they are copied."""
-
-
 class HostGradients(GradientStore):
     """Reduced gradients of all buffers in host memory, and the copies to it; [Note: Gradients on the host].
 
@@ -258,7 +255,7 @@ class HostGradients(GradientStore):
             with self._to_host.after_compute():
                 yield
         finally:
-            self._last = self._to_host.hold(values, most=_MOST_UNDER_WAY)
+            self._last = self._to_host.hold(values, most=MOST_UNDER_WAY)
 
     def store(self, values: Tensor) -> Tensor:
         """Copy `values` to the host; whoever holds the result, or a view, keeps its memory from other use."""
