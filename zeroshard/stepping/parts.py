@@ -176,7 +176,8 @@ class StepByParts:
         units = self._unit_of
         divided = _divide(optimizer, units, lambda p: p not in units or gradient_of(p) is not None)
         work = [
-            (g, [p for one in g for p in only_sharded(one) if gradient_of(p) is not None]) for g in divided
+            (groups, [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None])
+            for groups in divided
         ]
         if self.late is not None:  # so no rank waits for others in the step, whatever the order
             positions = self.late.positions()
