@@ -42,7 +42,7 @@ from torch import Tensor
 
 from zeroshard.plan.layout import round_up
 from zeroshard.stores.host import Mapping, return_freed_memory
-from zeroshard.stores.swapfile import BLOCK, SwapFile
+from zeroshard.stores.swapfile import PAGE, SwapFile
 
 
 class Chunk(NamedTuple):
@@ -161,7 +161,7 @@ class Swap:
             RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
         """
         self._check_process()
-        padded = round_up(num_bytes, BLOCK)
+        padded = round_up(num_bytes, PAGE)
         with self._lock:
             if not self._files:
                 return_freed_memory()  # units that come from files and go are to keep no memory

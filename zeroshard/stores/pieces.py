@@ -247,7 +247,7 @@ class FilePieces(HostPieces):
     """
 
     is_direct = False
-    alignment = swapfile.BLOCK
+    alignment = swapfile.PAGE
 
     def end_writes(self) -> None:
         """Let the host wait until all values are in files.

@@ -39,7 +39,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.stores.files import Extent, Swap, advise
 from zeroshard.stores.host import host_memory
 from zeroshard.stores.storage import count_views
-from zeroshard.stores.swapfile import BLOCK
+from zeroshard.stores.swapfile import PAGE
 
 
 class TierMemory:
@@ -133,7 +133,7 @@ class TierMemory:
             RuntimeError: a file could not be written; the message names the folder.
         """
         is_in_files = self.is_in_files(place)
-        lead = int(place.storage_offset()) % BLOCK if is_in_files else 0
+        lead = int(place.storage_offset()) % PAGE if is_in_files else 0
         target = self.host(lead + place.nbytes)[lead:] if is_in_files else place
         for start, value in parts:
             target[start : start + value.nbytes].view(value.dtype).view(value.shape).copy_(

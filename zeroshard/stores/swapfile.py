@@ -21,7 +21,7 @@ from zeroshard.tables import format_bytes
 
 SETTING = "offload.nvme_path"
 _REMEDY = f"Check this disk, free space there, or set {SETTING} to a folder on another."
-BLOCK = mmap.PAGESIZE
+PAGE = mmap.PAGESIZE
 """Bytes of a block of direct I/O: a page, which is a multiple of the blocks of drives and file systems."""
 
 
@@ -47,7 +47,7 @@ class SwapFile:
         """Gives the space back."""
         try:
             descriptors.append(os.open(path, flags | os.O_DIRECT))
-            os.pwrite(descriptors[-1], mmap.mmap(-1, BLOCK), BLOCK)
+            os.pwrite(descriptors[-1], mmap.mmap(-1, PAGE), PAGE)
             os.ftruncate(new, 0)
             self._data = descriptors[-1]
             """For data: the other descriptor, through the page cache, where there is no direct I/O."""
@@ -103,9 +103,9 @@ class SwapFile:
     ) -> None:
         """Move whole blocks past the page cache, and what is left at both ends through it."""
         done, size = 0, len(memory)
-        head = min(-offset % BLOCK, size)
-        tail = size - (size - head) % BLOCK
-        ranges = (head, self.descriptor, 1), (tail, self._data, BLOCK), (size, self.descriptor, 1)
+        head = min(-offset % PAGE, size)
+        tail = size - (size - head) % PAGE
+        ranges = (head, self.descriptor, 1), (tail, self._data, PAGE), (size, self.descriptor, 1)
         for end, descriptor, block in ranges:
             while done < end:
                 try:
