@@ -36,6 +36,13 @@ def budget(text: str) -> int:
     )
 
 
+def count(text: str) -> int:
+    """Return a whole number above 0. Raises ArgumentTypeError."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+
+
 def parse_model(text: str) -> int | Path:
     """Return the number that 7B, 125M, 7e9 or 135_000_000 means, or the path of a file.
 
@@ -62,7 +69,7 @@ def _how(**given: Any) -> tuple[tuple[str, Any], ...]:
 
 
 _RANKS = ("--ranks", "--world-size")
-Number: TypeAlias = Annotated[int, _how(metavar="N")]
+Number: TypeAlias = Annotated[int, _how(metavar="N", type=count)]
 Size: TypeAlias = Annotated[int, _how(metavar="SIZE", type=size)]
 Duration: TypeAlias = Annotated[float, _how(metavar="TIME")]
 Directory: TypeAlias = Annotated[Path, _how(metavar="DIR")]
@@ -157,7 +164,7 @@ class EstimateOptions(NamedTuple):
     """
 
     model: Annotated[int | Path, _how(metavar="MODEL", type=parse_model)]
-    ranks: Annotated[int, _how(flags=_RANKS, metavar="N")] = 8
+    ranks: Annotated[int, _how(flags=_RANKS, metavar="N", type=count)] = 8
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     optimizer_bits: Literal[8, 32] | None = None
     stage: Literal[0, 1, 2, 3] | None = None
@@ -195,7 +202,7 @@ class MeshOptions(NamedTuple):
         zeroshard mesh --ranks 16 --shard-group-size 8
     """
 
-    ranks: Annotated[int, _how(flags=_RANKS, metavar="N", required=True)]
+    ranks: Annotated[int, _how(flags=_RANKS, metavar="N", type=count, required=True)]
     tp: Number = 1
     pp: Number = 1
     shard_group_size: Number | None = None
@@ -214,7 +221,8 @@ class PlanOptions(NamedTuple):
         model: number of parameters, such as 7B, for a Llama of about that size; or a config.json of
             transformers, or the folder of one
         cluster: 8xH100, 64xH100, 8x4090 or 2xCPU; or a file with what `zeroshard doctor --json` prints, with
-            "network" added: bytes per second that a rank sends to others
+            "network" and "between" added: bytes per second that a rank sends to others of its node, and to
+            other nodes. A node has as many ranks as the file has devices
         tokens: tokens of a step, of all ranks together
         length: tokens of a sample (default: 2048)
         ranks: all ranks (default: as the cluster has them)
@@ -252,9 +260,9 @@ class PlanOptions(NamedTuple):
     optimizer_bits: Annotated[Sequence[int], _how(action="append", type=int, choices=(8, 32))] | None = None
     out: Annotated[Path, _how(metavar="FILE")] = Path("plan.json")
     schedule: Annotated[Sequence[str], _how(action="append", metavar="NAME", type=str)] | None = None
-    stages: Annotated[int, _how(flags=("--stages", "--pp"), metavar="P")] | None = None
-    microbatches: Annotated[int, _how(metavar="M")] | None = None
-    chunks: Annotated[int, _how(metavar="V")] | None = None
+    stages: Annotated[int, _how(flags=("--stages", "--pp"), metavar="P", type=count)] | None = None
+    microbatches: Annotated[int, _how(metavar="M", type=count)] | None = None
+    chunks: Annotated[int, _how(metavar="V", type=count)] | None = None
     forward: Duration = 1.0
     backward: Duration = 2.0
     transfer: Duration = 0.0

@@ -22,6 +22,8 @@ from zeroshard.planning.search import explain, search, table
 from zeroshard.tables import LINE, draw, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
+_OF_MODELS = ("model", "cluster", "tokens", "length", "ranks", "precision", "optimizer_bits", "out")
+_OF_SCHEDULES = ("stages", "microbatches", "chunks", "forward", "backward", "transfer", "recompute", "list")
 _NOTE = (
     "Activations: the most micro-batches whose activations a rank holds at a time;\n"
     "one chunk of several counts as its part of the rank."
@@ -40,6 +42,9 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
+    unused, defaults = _OF_MODELS if options.schedule else _OF_SCHEDULES, PlanOptions._field_defaults
+    if given := [key for key in unused if getattr(options, key) != defaults.get(key)]:
+        raise ValueError(f"{given[0]}: expected either a MODEL with its options, or --schedule with others")
     if options.schedule is None:
         _plan_model(options)
         return
@@ -115,9 +120,6 @@ def _built(name: str, options: PlanOptions) -> Schedule:
         return build_schedule(name, stages, microbatches, chunks, recompute=recompute, costs=costs)
     if recompute:
         raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
-    for option, number in {"--stages": stages, "--microbatches": microbatches}.items():
-        if number < 1:
-            raise ValueError(f"{option}: expected at least 1, got {number}")
     return steady(stages, microbatches, Pipeline(schedule=name).step_size(stages))
 
 

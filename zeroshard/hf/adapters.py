@@ -121,6 +121,7 @@ class Merging:
     """
 
     def __init__(self, module: Any) -> None:
+        from peft.tuners.ln_tuning.layer import LNTuningLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -138,6 +139,11 @@ class Merging:
             if member is base and member is not module:
                 self._prefix = f"{name}."
             if isinstance(member, BaseTunerLayer):
+                if isinstance(member, LNTuningLayer):  # its merge exchanges the layers, and no weight changes
+                    raise ValueError(
+                        f"merge_adapters: expected adapters that add to weights, got LN tuning at '{name}', "
+                        "which has layers in the place of others: save the adapters alone"
+                    )
                 if isinstance(getattr(member, "base_layer", None), BaseTunerLayer):
                     raise ValueError(
                         f"merge_adapters: expected one adapter layer around a layer, got several at '{name}'"
@@ -148,7 +154,7 @@ class Merging:
                 self._inside[name] = _shown_by(member)
 
     _prefix = ""
-    """The name of the model inside peft's."""
+    """The beginning of the names of the model inside peft's."""
 
     def rename(self, name: str) -> str | None:
         """Return the name of a parameter in the model without adapters; None for one of an adapter."""
@@ -160,7 +166,8 @@ class Merging:
                 if not rest.startswith(inside):
                     return None
                 name = f"{place}.{rest.removeprefix(inside)}"
-        return name.removeprefix(self._prefix)
+        # A tuner has tensors that layers share, such as the matrices of VeRA, outside of the model.
+        return name.removeprefix(self._prefix) if name.startswith(self._prefix) else None
 
     def layers_of(self, owners: Collection[nn.Module]) -> list[Any]:
         """Return the layers with adapters around a module of `owners`."""
