@@ -32,11 +32,12 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
     found = [(p, gradient) for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     for gradients in (gradients for unit in runtime.units for gradients in unit.gradients):
         gradients.noted = None  # of the values before
-    far = [(p, gradient) for p, gradient in found if gradient.device != factor.device]
+    near, *others = moves.by_device([factor, *(gradient for _, gradient in found)])
+    far = [found[index - 1] for group in others for index in group]
     waits = bool(far) and runtime.state.steps.scale_later(far, factor)
     if far and not waits:
         runtime.state.look()
-    scale_([one for _, one in found if not waits or one.device == factor.device], factor)
+    scale_([found[i - 1][1] for i in near[1:]] if waits else [gradient for _, gradient in found], factor)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
