@@ -43,7 +43,7 @@ from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.parallel.pipeline.weights import Products
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
-from zeroshard.parallel.tensor.losses import tile_losses
+from zeroshard.parallel.tensor.losses import divide_losses, tile_losses
 from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
@@ -221,6 +221,8 @@ def prepare_forwards(
     if over is not None:
         install(module, division.layers, over, changes)
     cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
+    if over is not None:
+        divide_losses(module, division.layers, over, changes)
     tile_losses(module, division.specs, config.loss.tiles, changes, is_divided=config.mesh.tp > 1)
     return casts
 

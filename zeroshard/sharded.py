@@ -386,7 +386,9 @@ def units(owner: Engine | Sharded) -> Units:
         kept = unit.plan.is_kept(
             placements, is_root=unit is runtime.root, ends_forward=unit in runtime.passes.last
         )
-        around = *["gather"][: len(unit.buffers)], *reversed(stacks.pop(unit.module, ()))
+        is_cast = runtime.hooked_dtype(unit.module) is not None
+        hooks = *["gather"][: len(unit.buffers)], *["cast"][: int(is_cast)]
+        around = *hooks, *reversed(stacks.pop(unit.module, ()))
         predicted = seconds.get(unit.module, 0.0)
         infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around, predicted))
     infos.inside = {

@@ -215,13 +215,28 @@ def test_a_patched_head_and_logits_that_a_hook_or_the_model_changes_are_refused(
         engine.close(restore=False)
 
 
+class WithHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, x, targets):
+        return zeroshard.tiled_cross_entropy(self.body(x), targets, self.head)
+
+
+def test_a_head_that_is_a_unit_of_its_own_is_refused():
+    engine = zeroshard.initialize(WithHead(), sgd, {"stage": 3, "units": ["Linear"]}).engine
+    with pytest.raises(ValueError, match="no unit of its own: name the class of the blocks in units="):
+        engine(torch.ones(3, 4), torch.arange(3))
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"targets": torch.zeros(3, 7)}, "expected integers of shape"),
         ({"reduction": "none"}, "reduction: expected 'mean' or 'sum', got 'none'"),
         ({"label_smoothing": 2}, r"label_smoothing: expected a number in \[0, 1\], got 2"),
-        ({"head": nn.Sequential()}, "head: expected an nn.Linear without an adapter, got Sequential"),
+        ({"head": nn.Sequential()}, "head: expected an nn.Linear .* in units=; got Sequential"),
     ],
 )
 def test_mistakes(changes, error):

@@ -117,6 +117,16 @@ def test_adapters_are_merged_on_the_way_as_peft_merges_them():
     return found
 
 
+@on_ranks(1)
+def test_tensors_that_adapters_share_are_in_no_merged_model():
+    import peft
+
+    model = peft.get_peft_model(build("transformers Llama"), peft.VeraConfig(r=2, target_modules=["q_proj"]))
+    engine, _ = start(copy.deepcopy(model), "SGD", stage=3)
+    got = {name for name, _ in engine.named_full_parameters(merge_adapters=True)}
+    assert got == {name for name, _ in model.merge_and_unload().named_parameters()}
+
+
 @on_ranks(2)
 def test_prompts_and_wrong_arguments_are_refused_by_name():
     import peft
@@ -127,6 +137,10 @@ def test_prompts_and_wrong_arguments_are_refused_by_name():
         engine.named_full_parameters(merge_adapters=True)
     with pytest.raises(ValueError, match="dtype"):
         engine.named_full_parameters("float33")
+    config = peft.LNTuningConfig(target_modules=["input_layernorm"])
+    other, _ = start(peft.get_peft_model(build("transformers Llama"), config), stage=3)
+    with pytest.raises(ValueError, match=r"got LN tuning at '.*0\.input_layernorm'"):
+        other.named_full_parameters(merge_adapters=True)
     with engine.unsharded(), pytest.raises(RuntimeError, match=r"inside engine\.unsharded"):
         engine.named_full_parameters()
 

@@ -61,6 +61,16 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
     compare(found, plain(sgd, kind=kind, steps=len(batches())), losses=1e-6, norms=1e-5, values=1e-6)
 
 
+@pytest.mark.parametrize("tiles", ["none", 2])
+def test_a_divided_head_computes_in_its_dtype(ranks, tiles):
+    kind = Kind(functools.partial(build, "Llama"), loss_of, None, BATCH)
+    precision = {"param_dtype": "fp32", "overrides": {"lm_head": "bf16"}}
+    config = {"stage": 1, "precision": precision, "loss": {"tiles": tiles}}
+    [want] = ranks(1, divided, config, sgd, kind=kind)
+    for run in ranks(2, divided, config | {"mesh": {"tp": 2}}, sgd, kind=kind):
+        assert run.losses == pytest.approx(want.losses, rel=1e-3)  # of bfloat16 logits
+
+
 @on_ranks(2)
 def test_logits_are_gathered_unless_a_loss_is_computed_in_training():
     whole, found = build("Llama"), []

@@ -217,6 +217,34 @@ def second_backward_after_a_step(model, optimizer):
     late.backward()
 
 
+def doubled(engine, _folder):
+    with engine.unsharded(write_back=True), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(2)
+
+
+def set_to_zero(engine, _folder):
+    for name, parameter in engine.named_parameters():
+        engine.set_full_parameter(name, torch.zeros(parameter.full_shape))
+
+
+def loaded(engine, folder):
+    engine.load_checkpoint(folder)
+
+
+@on_ranks(1, 2)
+def test_a_backward_of_values_before_an_edit_is_refused_as_in_plain_pytorch(tmp_path):
+    for stage in (0, 2, 3):
+        engine, _ = start(Stemmed(), "SGD", stage=stage, units=["Residual"])
+        engine.save_checkpoint(tmp_path)
+        for edit in (doubled, set_to_zero, loaded):
+            late = loss(engine.module)
+            edit(engine, tmp_path)
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                late.backward()
+        loss(engine.module).backward()
+
+
 @on_ranks(1, 2)
 def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
     for way in (step_between, step_and_forward_between, second_backward_after_a_step):

@@ -117,6 +117,7 @@ def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
         memory.fetch(buffer.main)
         for whole, values in own:
             whole.values.copy_(whole.cut(values))  # the host waits: it may read them at once
+            buffer.count_edits({whole.sharded})
         memory.evict(buffer.main)
 
 

@@ -308,12 +308,12 @@ class FlatBuffer:
         first = self.full.data_ptr()
         return [*map(Tensor.data_ptr, self._starts)] != [first + start for start in self._starts.values()]
 
-    def count_step(self, stepped: Container[nn.Parameter]) -> None:
-        """Count a step of some sharded parameters as an edit of the unsharded ones.
+    def count_edits(self, edited: Container[nn.Parameter]) -> None:
+        """Count a step, or another edit, of some sharded parameters as an edit of the unsharded ones.
 
         So torch refuses the backward of a forward that has saved values from before.
         """
-        flags = [*map(stepped.__contains__, self.sharded)]
+        flags = [*map(edited.__contains__, self.sharded)]
         increment_version([*compress(self.unsharded, flags)])
         self.versions = [*map(add, self.versions, flags)]
 

@@ -84,6 +84,12 @@ class Runtime:
         cast = self.casts.get(module)
         return self.context.setting.dtypes.param_dtype if cast is None else cast.dtype
 
+    def hooked_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """The same of a module whose inputs a hook casts; None for one that casts them itself."""
+        cast = self.casts.get(module)
+        casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
+        return None if casts_itself else self.input_dtype(module)
+
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
         """The sharded parameters of all units, in the order of the buffers."""
@@ -202,7 +208,7 @@ class Runtime:
         for _, gradients in self.passes.trained:
             gradients.buffer.store.changed(has_copied=has_copied)
             if not is_in_list:  # there an asynchronous pipeline chooses the values of a backward
-                gradients.buffer.count_step(stepped)
+                gradients.buffer.count_edits(stepped)
         if is_last:
             self.state.moments.discard(Moment.BETWEEN_STEPS)
             self.passes.refresh()
@@ -280,9 +286,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the module of a unit, and the layers inside it."""
     module, hook = unit.module, runtime.changes.hook
     before = module.register_forward_pre_hook
-    cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
-    casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
-    if dtype is not None and not casts_itself:
+    if (dtype := runtime.hooked_dtype(module)) is not None:
         own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
         hook(before(own, prepend=True, with_kwargs=True))
     hook(before(functools.partial(runtime.passes.before_forward, unit), prepend=True))

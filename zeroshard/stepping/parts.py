@@ -375,7 +375,7 @@ class EarlySteps(AbstractContextManager[None]):
         self._reducer.step_unit = None
         uncounted, self._uncounted = self._uncounted, []
         for buffer, parameters in uncounted:
-            buffer.count_step(parameters)
+            buffer.count_edits(parameters)
         if Moment.STEPPED in self._state.moments:  # on all ranks: any may have stepped units
             self._state.begin_step() if exc_type is None else self._state.fail_step()
             self._parts.wait_later()
@@ -409,7 +409,7 @@ class EarlySteps(AbstractContextManager[None]):
             self._parts.late.wait_later(self._parts.wait)  # a hook of this backward may look
         for buffer in (gradients.buffer for gradients in unit.gradients):
             if buffer.plan.is_alias:  # a later use of these values in the backward is torch's error
-                buffer.count_step(parameters)
+                buffer.count_edits(parameters)
             else:
                 self._uncounted.append((buffer, parameters))
 

@@ -67,6 +67,39 @@ def plain(make):
 # ----------------------------------------------------------------------------------------------- hooks
 
 
+TIED = ("0.weight", "3.weight")
+
+
+def tied():
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    last.weight = first.weight
+    return nn.Sequential(first, *layers(2), last)
+
+
+def bound(parameter):
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+@on_ranks(2)
+def test_a_hook_of_a_tied_parameter_sees_the_sum_over_its_chunks():
+    model, (x, y) = made(tied), batch(0)
+    model[0].weight.register_post_accumulate_grad_hook(bound)
+    optimizer = sgd(model.parameters())
+    F.mse_loss(model(x), y).backward()
+    assert (model[0].weight.grad.abs() == 1e-3).any()
+    optimizer.step()
+    for schedule in ("1f1b", "zbv"):
+        engine = pipelined(tied, schedule)
+        for name, parameter in engine.named_parameters():
+            if name in TIED:
+                parameter.register_post_accumulate_grad_hook(bound)
+        engine.train_batch(x, y)
+        with engine.unsharded():
+            for name, parameter in engine.module.named_parameters():
+                if name in TIED:  # a rank of zbv has neither
+                    torch.testing.assert_close(parameter.data, model[0].weight.data, rtol=0, atol=1e-12)
+
+
 class Plain(nn.Module):
     """A model that is no Sequential, with a buffer that its forward uses in a given way."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.parallel.random import share_random_states
-from zeroshard.parallel.tensor.losses import divide_losses, embed
+from zeroshard.parallel.tensor.losses import embed
 from zeroshard.parallel.tensor.sequence import (
     Activations,
     Comm,
@@ -65,7 +65,6 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
         if (groups := getattr(parent, _GROUPS, None)) is not None:
             changes.set(parent, _GROUPS, groups * (section.size // section.unit) // over.size)
     share_random_states(model, layers, regions, over, changes)
-    divide_losses(model, layers, over, changes)
     _refuse_parts(model, regions, changes)
 
     def drop_last(*_: Any) -> None:

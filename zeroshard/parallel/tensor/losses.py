@@ -28,6 +28,7 @@ from zeroshard.forwards.tiled import Row, RowLoss, TiledLoss, rows_of_tile
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, copied, move
 from zeroshard.parallel.tensor.styles import Divided, Split
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import Span
 from zeroshard.plan.units import UnitSpec
 from zeroshard.sharding.context import Changes
@@ -202,8 +203,11 @@ def tiled_cross_entropy(
         ValueError: targets of another shape, or that are no integers; another head, reduction or smoothing.
     """
     _check(hidden, targets, label_smoothing, reduction, "mean", "sum")
-    if type(head) is not nn.Linear:
-        raise ValueError(f"head: expected an nn.Linear without an adapter, got {type(head).__name__}")
+    if type(head) is not nn.Linear or isinstance(head.weight, ShardedParameter):
+        raise ValueError(
+            "head: expected an nn.Linear without an adapter, that is no unit of its own: name the class of "
+            f"the blocks in units=; got {type(head).__name__}"
+        )
     classes: Classes | None = vars(head).get(_CLASSES)
     if classes is None:
         loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
