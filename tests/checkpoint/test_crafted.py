@@ -245,14 +245,6 @@ def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_c
     return found
 
 
-@on_ranks(1)
-def test_places_of_loaders_in_an_older_checkpoint_are_named_in_a_warning(tmp_path):
-    engine = begin(tmp_path / "good")
-    older = damaged(tmp_path / "good", edit_values(put("places_in_data", [{"epoch": 1}])), "tag.0")
-    with pytest.warns(UserWarning, match="has places of loaders of the user: the data begin where they are"):
-        engine.load_checkpoint(older)
-
-
 @pytest.mark.long_where(file=[VALUES, TENSORS])
 @pytest.mark.parametrize("file", [MANIFEST, VALUES, TENSORS])
 @on_ranks(1)

@@ -168,18 +168,6 @@ def test_a_quantized_tensor_is_refused_by_its_key():
         check_plain({"a": value}, "it")
 
 
-def test_a_sparse_tensor_of_an_older_checkpoint_is_read(tmp_path):
-    want = torch.eye(4).to_sparse()
-    parts = {"indices": want.indices(), "values": want.values()}
-    round_trip(tmp_path, parts)
-    content = {"layout": str(want.layout), "shape": [4, 4], "is_coalesced": True}
-    names = [{"$tensor": {"name": "0"}}, {"$tensor": {"name": "1"}}]
-    (tmp_path / VALUES).write_text(json.dumps({"x": {"$sparse": content | {"parts": names}}}))
-    got = read_values(tmp_path)["x"]
-    assert got.is_coalesced()
-    assert torch.equal(got.to_dense(), torch.eye(4))
-
-
 def test_a_file_that_is_damaged_is_named(tmp_path):
     round_trip(tmp_path, PLAIN)
     data = (tmp_path / VALUES).read_bytes()

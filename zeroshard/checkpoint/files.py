@@ -25,7 +25,7 @@ from zeroshard.codec import Damage
 
 LATEST, MANIFEST = "latest", "zeroshard.json"
 VALUES, TENSORS = "values.json", "values.safetensors"
-_TAKEN = (LATEST, MANIFEST, VALUES, TENSORS, "values.pt")
+_TAKEN = (LATEST, MANIFEST, VALUES, TENSORS)
 """No tag: with a file of one of these names, a folder would be taken for a checkpoint, or one be spoilt."""
 _NOT_IN_TAGS = frozenset('/\\:*?"<>|')
 """Characters that some file system gives a meaning. Characters that are not printed are refused, too."""

@@ -356,11 +356,6 @@ class _Loading:
         loader, data = self._parts.loader, self.stored.manifest.data
         if loader is not None and data is not None:
             loader.load_state_dict(asdict(data))
-        elif self.values.places_in_data:
-            warn_user(
-                "the checkpoint has places of loaders of the user: the data begin where they are; begin the "
-                "epoch that you want, and save the state of the loader as client_state"
-            )
 
     def restore_rng(self) -> None:
         """Let the random numbers of this rank go on, or begin where the checkpoint has none for it."""

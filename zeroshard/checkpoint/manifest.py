@@ -84,7 +84,7 @@ class Manifest:
     frozen: dict[str, _Crc] = field(default_factory=dict)
     """The crc32 of each parameter that was frozen and is left out."""
     averages: dict[Annotated[str, str.isidentifier], Count] = field(default_factory=dict)
-    """The number of updates of each moving average; {} in checkpoints of versions that had none."""
+    """The number of updates of each moving average."""
     files: dict[Annotated[str, is_file_name], FileRecord] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     """The places of parameters, buffers and optimizer states; tied parameters under their first name."""

@@ -11,7 +11,6 @@
     torch.float16, torch.device("cpu")      {"$dtype": "float16"}, {"$device": "cpu"}
     a tensor                                {"$tensor": {"name": "3"}}: its name in the file of safetensors
     a parameter                             {"$parameter": {"name": "3"}}
-    a sparse tensor, in older checkpoints   {"$sparse": {"layout": ..., ...}}
 
 A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
 Numbers and strings of NumPy come back as numbers and strings of Python, arrays as tensors.
@@ -45,7 +44,6 @@ _MAX_INT_BITS = 4096
 _SEQUENCES = (tuple, set, frozenset, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
 _ATOMS: dict[type, Callable[[Any], str]] = {bytes: bytes.hex, torch.dtype: dtype_name, torch.device: str}
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +59,8 @@ class SavedValues:
     lr_scheduler: dict[Any, Any] | None
     rng: list[dict[str, Any]]
     """The generators of each data-parallel rank: of the first of its tensor ranks."""
-    places_in_data: list[Any] = field(default_factory=list)
-    """The places in loaders of the user that older checkpoints have."""
     hooks: list[Any] = field(default_factory=list)
-    """The record of each rank's gradient hook, see `GradientHook.to_files`. Older checkpoints have none."""
+    """The record of each rank's gradient hook, see `GradientHook.to_files`."""
     extra: dict[str, Any]
     """The values that modules' get_extra_state() gave."""
     client_state: dict[Any, Any]
@@ -213,7 +209,6 @@ class _JsonDecoder:
             "$parameter": lambda fields: nn.Parameter(
                 self._tensor(**fields).detach(), fields.get("requires_grad", False)
             ),
-            "$sparse": lambda fields: self._sparse(**fields),
         }
 
     def decode(self, value: Any) -> Any:
@@ -242,13 +237,3 @@ class _JsonDecoder:
         if dtype is not None:
             values = values.view(typed(torch.dtype, dtype, name)).view(shape or ())
         return values.requires_grad_(requires_grad)
-
-    def _sparse(
-        self, *, layout: str, parts: list[Any], shape: list[int], requires_grad: bool = False, **options: Any
-    ) -> Tensor:
-        kind = {str(known): known for known in _SPARSE}[layout]
-        make: Any = torch.sparse_coo_tensor
-        if kind is not torch.sparse_coo:
-            make, options = torch.sparse_compressed_tensor, {"layout": kind}
-        made: Tensor = make(*parts, shape, check_invariants=True, **options)
-        return made.requires_grad_(requires_grad)
