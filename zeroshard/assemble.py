@@ -220,8 +220,7 @@ def prepare_forwards(
     cast_forwards(module, {m: cast for m, cast in casts.items() if m not in divided}, changes)
     if over is not None:
         install(module, division.layers, over, changes)
-    cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
-    if over is not None:
+        cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
         divide_losses(module, division.layers, over, changes)
     tile_losses(module, division.specs, config.loss.tiles, changes, is_divided=config.mesh.tp > 1)
     return casts

@@ -386,9 +386,8 @@ def units(owner: Engine | Sharded) -> Units:
         kept = unit.plan.is_kept(
             placements, is_root=unit is runtime.root, ends_forward=unit in runtime.passes.last
         )
-        is_cast = runtime.hooked_dtype(unit.module) is not None
-        hooks = *["gather"][: len(unit.buffers)], *["cast"][: int(is_cast)]
-        around = *hooks, *reversed(stacks.pop(unit.module, ()))
+        hooks = {"gather": unit.buffers, "cast": runtime.hooked_dtype(unit.module)}
+        around = *(name for name in hooks if hooks[name]), *reversed(stacks.pop(unit.module, ()))
         predicted = seconds.get(unit.module, 0.0)
         infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around, predicted))
     infos.inside = {

@@ -22,8 +22,6 @@ from zeroshard.planning.search import explain, search, table
 from zeroshard.tables import LINE, draw, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
-_OF_MODELS = ("model", "cluster", "tokens", "length", "ranks", "precision", "optimizer_bits", "out")
-_OF_SCHEDULES = ("stages", "microbatches", "chunks", "forward", "backward", "transfer", "recompute", "list")
 _NOTE = (
     "Activations: the most micro-batches whose activations a rank holds at a time;\n"
     "one chunk of several counts as its part of the rank."
@@ -42,7 +40,9 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
-    unused, defaults = _OF_MODELS if options.schedule else _OF_SCHEDULES, PlanOptions._field_defaults
+    names, defaults = PlanOptions._fields, PlanOptions._field_defaults
+    place = names.index("schedule")  # before it are the options of a model, after it those of schedules
+    unused = names[:place] if options.schedule else names[place + 1 :]
     if given := [key for key in unused if getattr(options, key) != defaults.get(key)]:
         raise ValueError(f"{given[0]}: expected either a MODEL with its options, or --schedule with others")
     if options.schedule is None:

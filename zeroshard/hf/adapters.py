@@ -139,10 +139,10 @@ class Merging:
             if member is base and member is not module:
                 self._prefix = f"{name}."
             if isinstance(member, BaseTunerLayer):
-                if isinstance(member, LNTuningLayer):  # its merge exchanges the layers, and no weight changes
+                if isinstance(member, LNTuningLayer):
                     raise ValueError(
-                        f"merge_adapters: expected adapters that add to weights, got LN tuning at '{name}', "
-                        "which has layers in the place of others: save the adapters alone"
+                        f"merge_adapters: expected adapters that change weights, got LN tuning at '{name}', "
+                        "which exchanges whole layers: save the adapters alone"
                     )
                 if isinstance(getattr(member, "base_layer", None), BaseTunerLayer):
                     raise ValueError(

@@ -292,7 +292,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     stays = computes and state_tier is not Tier.DEVICE and setting.steps_by_parts
     main_tier = Tier.DEVICE if stays else state_tier
     # A device casts main parameters that are as near as the sharded ones; the host would for each gather.
-    is_cast = main_tier is far is not Tier.DEVICE and main != compute
+    is_cast = far is not Tier.DEVICE and main_tier is far and main != compute
     is_freed = is_sharded and (bool(gathers) or far is not Tier.DEVICE)
     has_versions = setting.weights not in NEWEST_WEIGHTS and first.requires_grad
     num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if TP in summands else 1)

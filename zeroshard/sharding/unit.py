@@ -58,7 +58,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _missing = map(attrgetter, ("store.is_stale", "missing"))
+_is_stale, _missing = attrgetter("store.is_stale"), attrgetter("missing")
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
