@@ -68,8 +68,7 @@ class Passes:
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
         self.calls = CallLog(walked)
-        self._forward, self._graph, self.second_graph = Lease(), Lease(), Lease()
-        self.scheduled = Lease()
+        self._forward, self._graph, self.second_graph, self.scheduled = (Lease() for _ in range(4))
         self._trails = bool(context.setting.placements.kept) or has_versions
         """True if a unit is freed after its forward, when another unit begins."""
         self._ended: dict[Unit, None] = {}
