@@ -40,7 +40,7 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
-    names = PlanOptions._fields
+    names = list(PlanOptions.__annotations__)
     place = names.index("schedule")  # before it are the options of a model, after it those of schedules
     unused = names[:place] if options.schedule else names[place + 1 :]
     if given := [key for key in unused if getattr(options, key) != PlanOptions._field_defaults.get(key)]:

@@ -117,7 +117,8 @@ def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
         memory.fetch(buffer.main)
         for whole, values in own:
             whole.values.copy_(whole.cut(values))  # the host waits: it may read them at once
-            buffer.count_edits({whole.sharded})
+            if getattr(values, "at_first", None) != (values._version, values.data_ptr()):
+                buffer.count_edits({whole.sharded})
         memory.evict(buffer.main)
 
 

@@ -328,13 +328,11 @@ class FlatBuffer:
             self._context.meter.add(self.full_bytes)
         if self.has_second and self.store.is_stale:
             self.keep_second(False)
-        if self._second is not None:
-            inner = self._context.axes.dp_inner
-            return inner.all_gather(self.full, self._second, tag=self.tag, label=label)
-        own = self.store.begin(self._own)
-        if self._axis is None:
-            return None
-        return self._axis.all_gather(self.full, own, tag=self.tag, label=label)
+        if self._second is None:
+            axis, own = self._axis, self.store.begin(self._own)
+        else:
+            axis, own = self._context.axes.dp_inner, self._second
+        return None if axis is None else axis.all_gather(self.full, own, tag=self.tag, label=label)
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full`, which is not resident, back; nothing may still be writing to it.

@@ -125,8 +125,9 @@ class UnitOrder:
         """
         if unit.position < 0 and unit.name:
             return []
-        later = (u for u in islice(self.units, unit.position + 1, None) if u in self.scope)
-        return list(islice((u for u in later if not u.is_resident), self._num_ahead))
+        later = islice(self.units, unit.position + 1, None)
+        found = (one for one in later if one in self.scope and not one.is_resident)
+        return list(islice(found, self._num_ahead))
 
 
 class Reducer:
