@@ -19,7 +19,10 @@ from tests.distributed.training import (
     numbers,
     replicate,
     seeded,
+    square_loss,
     start,
+    train_replicated,
+    train_sharded,
 )
 from tests.ranks import on_ranks
 
@@ -116,6 +119,33 @@ def test_the_turns_of_ranks_meet_where_the_last_call_of_a_unit_is_outside_of_its
     whole = engine.full_state_dict()
     if rank == 0:
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+class CallsItself(nn.Module):
+    """Calls itself inside its forward, as steps of Lightning do with `self(batch)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Residual(), nn.Linear(7, 7)
+
+    def forward(self, x, is_inside=False):
+        return self.head(self.block(x) if is_inside else self(x, is_inside=True))
+
+
+@on_ranks(1, 2)
+def test_a_model_that_calls_itself_trains_and_evaluates_as_in_plain_pytorch():
+    torch.manual_seed(0)
+    model, found = CallsItself(), []
+    want = train_replicated(model, "AdamW", 3, square_loss)
+    for stage in (0, 2, 3):
+        found += differences(
+            f"stage {stage}", train_sharded(model, "AdamW", 3, square_loss, stage=stage), want
+        )
+        engine, _ = start(copy.deepcopy(model), stage=stage)
+        with torch.no_grad():
+            assert torch.equal(engine(numbers(0, 5, 7)), model(numbers(0, 5, 7)))
+        assert engine(numbers(0, 5, 7)).requires_grad
+    return found
 
 
 class Frozen(nn.Module):

@@ -121,7 +121,9 @@ def test_adapters_are_merged_on_the_way_as_peft_merges_them():
 def test_tensors_that_adapters_share_are_in_no_merged_model():
     import peft
 
-    model = peft.get_peft_model(build("transformers Llama"), peft.VeraConfig(r=2, target_modules=["q_proj"]))
+    bank = {"num_vectors": 4, "vector_length": 7, "topk": 2}
+    config = peft.VBLoRAConfig(r=2, target_modules=["q_proj"], **bank)
+    model = peft.get_peft_model(build("transformers Llama"), config)
     engine, _ = start(copy.deepcopy(model), "SGD", stage=3)
     got = {name for name, _ in engine.named_full_parameters(merge_adapters=True)}
     assert got == {name for name, _ in model.merge_and_unload().named_parameters()}
@@ -131,10 +133,12 @@ def test_tensors_that_adapters_share_are_in_no_merged_model():
 def test_prompts_and_wrong_arguments_are_refused_by_name():
     import peft
 
+    before = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    engine, _ = start(peft.get_peft_model(build("transformers Llama"), config), stage=3)
-    with pytest.raises(ValueError, match=r"adapter 'default' \(PROMPT_TUNING\) is a prompt"):
-        engine.named_full_parameters(merge_adapters=True)
+    for prompt, kind in ((before, "ADAPTION_PROMPT"), (config, "PROMPT_TUNING")):
+        engine, _ = start(peft.get_peft_model(build("transformers Llama"), prompt), stage=3)
+        with pytest.raises(ValueError, match=rf"adapter 'default' \({kind}\) is a prompt"):
+            engine.named_full_parameters(merge_adapters=True)
     with pytest.raises(ValueError, match="dtype"):
         engine.named_full_parameters("float33")
     config = peft.LNTuningConfig(target_modules=["input_layernorm"])

@@ -153,8 +153,6 @@ def _load(
         ) from error
     finally:
         runtime.changed()
-        for buffer in runtime.buffers:
-            buffer.count_edits({*buffer.sharded})
         runtime.passes.refresh()
     return loading
 

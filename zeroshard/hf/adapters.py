@@ -126,7 +126,7 @@ class Merging:
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         for adapter, config in module.peft_config.items():
-            if config.is_prompt_learning:
+            if config.is_prompt_learning or config.is_adaption_prompt:
                 raise ValueError(
                     f"merge_adapters: adapter '{adapter}' ({config.peft_type.value}) is a prompt, which no "
                     "weight can take in: expected adapters of layers"

@@ -35,7 +35,7 @@ from zeroshard.internals.nested import cast_tensors, find_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.unit import LATEST, NEVER, ForwardCall, Ticks, Unit, UnitState
+from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk, hook_outputs
 
 # An attribute of an enum takes longer to read than a global name.
@@ -106,7 +106,7 @@ class Passes:
         unit.slots.install()
 
     def _begin_call(self, unit: Unit) -> None:
-        if unit is self._root:
+        if unit is self._root and not unit.under_way:  # else it calls itself
             self._begin_forward()
         elif self._state.phase is not _FORWARD:
             self._state.refuse("a forward", Moment.BETWEEN_STEPS)
@@ -142,7 +142,7 @@ class Passes:
             output = cast_tensors(output, dtype)
         if not unit.is_resident:
             output = unit.copy_own(output)
-        if unit is self._root and not is_in_backward():
+        if unit is self._root and not is_in_backward() and len(unit.under_way) == 1:
             self._end_forward()
         if unit not in self.quiet:
             self._watch(unit, output)
@@ -191,8 +191,7 @@ class Passes:
 
     def _end_forward(self) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""
-        if self._state.phase is _FORWARD:  # else the root has called itself, and its outer call has ended
-            self._state.move(_REST)
+        self._state.move(_REST)
         called = [unit for unit in self.calls.forward.values() if unit is not self._root]
         may_have_backward = self.calls.may_have_backward
         if called != self._order.units:
@@ -223,8 +222,7 @@ class Passes:
                 "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "
                 "dataclasses, or name in units= the class of a module around it that does"
             )
-        # The outer call of a root that has called itself was dropped.
-        call = next(reversed(unit.under_way), None) or ForwardCall(unit, Ticks(LATEST, LATEST), first_node=0)
+        call = unit.under_way[-1]
         if hook_outputs(call, tensors, self.before_backward) and unit in self._frozen:
             unit.graph_calls.add(call)
 

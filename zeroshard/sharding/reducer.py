@@ -458,8 +458,7 @@ class Reducer:
             self._step_ended(step, but=0)
         for gradients, own in zip(self._all, used, strict=True):
             gradients.deliver(own)
-            # Others add to gradients that pipeline ranks share, before hooks may see them.
-            if self._state.has_hooks and not gradients.buffer.originals[0].holders:
+            if self._state.has_hooks:
                 self.delivered |= dict.fromkeys(compress(gradients.buffer.sharded, own))
         self.started.clear()
         self.pool.release()

@@ -160,6 +160,7 @@ class Runtime:
         self.state.num_changes += 1
         for buffer in self.buffers if buffers is None else buffers:
             buffer.store.changed()
+            buffer.count_edits({*buffer.sharded})
 
     def finish_gathers(self) -> None:
         """Wait for the gathers that read main parameters, before these change; on the host, it waits."""

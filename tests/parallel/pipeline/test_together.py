@@ -21,8 +21,8 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "num_microbatche
 
 @on_ranks(2)
 def test_all_ranks_name_the_gradients_that_are_not_finite():
-    first, tied, last = "transformer.h.0.ln_1.weight", "transformer.wte.weight", "transformer.ln_f.bias"
-    for bad in ([last], [tied, first, last]):
+    first, last = "transformer.h.0.ln_1.weight", "transformer.ln_f.bias"
+    for bad in ([last], [first, last]):
         engine = start("tied gpt", {"nonfinite": "error", "stage": 3} | PIPELINE, adamw)
         for name, parameter in engine.module.named_parameters():
             if name in bad:

@@ -34,9 +34,10 @@ class Shared:
 
     def __init__(self, runtime: Runtime, messages: Messages) -> None:
         self._memory, self._messages, self._pp = runtime.context.memory, messages, runtime.context.axes.pp
-        self._reducer = runtime.reducer
-        own = [buffer for buffer in runtime.buffers if buffer.originals[0].holders]
+        own = [buffer for buffer in runtime.buffers if len(buffer.originals[0].holders) > 1]
         self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)
+        for _, parameter in self._parameters():
+            parameter.has_other_holders = True
 
     @torch.no_grad()
     def start(self, optimizer: Optimizer | None) -> None:
@@ -72,7 +73,7 @@ class Shared:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Give each parameter the sum of its gradients over its chunks, and call its hooks; collective."""
+        """Give each parameter the sum of its gradients over its chunks; collective."""
         for buffer, parameter in self._parameters():
             if not buffer.trainable:
                 continue
@@ -90,8 +91,6 @@ class Shared:
                 set_gradients([(parameter, moves.beside(total.clone(), parameter.detach()))])
             else:
                 gradient.copy_(total.view_as(gradient))
-            self._reducer.delivered[parameter] = None
-        self._reducer.call_hooks()
 
     def _parameters(self) -> Iterator[tuple[FlatBuffer, ShardedParameter]]:
         return ((buffer, parameter) for buffer in self._buffers for parameter in buffer.sharded)
