@@ -60,7 +60,7 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     engine._runtime.state.refuse(call, Moment.AVERAGED)
     agreed = _agree(engine._runtime, call, name, lambda place: place.digest(values))
     if (place := agreed.place) is not None:
-        write(engine._runtime, [(place, values)])
+        write(engine._runtime, [(place, values.detach())])
         engine._runtime.passes.refresh()
 
 

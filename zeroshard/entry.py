@@ -131,7 +131,7 @@ def initialize(  # noqa: PLR0913 - a call names what it gives
     specs = division.specs
     names = {parameter: name for name, parameter in model.named_parameters()}
     if optimizer is not None:
-        optimizer = optimizer(list(names)) if callable(optimizer) else optimizer
+        optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(names))
         warn = warn_first if part is None else warn_user  # each pipeline rank has others
         check_optimizer(optimizer, names, find_ignored(model, config.ignored), warn)
     overrides = read_overrides(optimizer, names)

@@ -154,8 +154,6 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("plan", *named("pb"), "--stages", 0, *batches), "--pp: expected a whole number above 0"),
         (("plan", *named("pb"), *FOUR_EIGHT, "--recompute", 1), "expected synchronous schedules, got pb"),
         (("plan", *named("1f1b"), "--microbatches", "-2"), "--microbatches: expected a whole number above 0"),
-        (("plan", "7B", "--cluster", "8xH100", "--stages", 4), "stages: expected either a MODEL with its"),
-        (("plan", "7B", *named("1f1b"), *FOUR_EIGHT), "model: expected either a MODEL with its options, or"),
         (("plan", *named("1f1b"), *FOUR_EIGHT, "--chunks", 2), "1f1b: expected 1 chunk a rank, got 2"),
         (("plan", *named("1f1b"), *FOUR_EIGHT, "--forward", "-1"), "a duration of at least 0, got -1.0"),
         (("plan", *named("1f1b", "zbv"), *FOUR_EIGHT, "--list"), "--list: expected one --schedule, got 2"),

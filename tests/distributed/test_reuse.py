@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zeroshard
 from tests.distributed.models import Recomputed, Residual, Tiny
 from tests.distributed.training import (
     SOME_STAGES,
@@ -146,6 +147,28 @@ def test_a_model_that_calls_itself_trains_and_evaluates_as_in_plain_pytorch():
             assert torch.equal(engine(numbers(0, 5, 7)), model(numbers(0, 5, 7)))
         assert engine(numbers(0, 5, 7)).requires_grad
     return found
+
+
+@on_ranks(1)
+def test_a_forward_after_ctrl_c_in_another_is_no_call_inside_of_it():
+    sharded = zeroshard.shard(CallsItself(), {"stage": 3})
+    handle = sharded.module.block.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sharded.module(numbers(0, 5, 7))
+    handle.remove()
+    for _ in range(2):
+        sharded.module(numbers(0, 5, 7)).sum().backward()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@on_ranks(1)
+def test_a_model_that_calls_itself_casts_its_last_output_alone():
+    precision = {"param_dtype": "bf16", "output_dtype": "fp32"}
+    engine, _ = start(CallsItself(), stage=3, precision=precision)
+    assert engine(numbers(0, 5, 7)).dtype is torch.float32
 
 
 class Frozen(nn.Module):

@@ -245,6 +245,34 @@ def test_a_backward_of_values_before_an_edit_is_refused_as_in_plain_pytorch(tmp_
         loss(engine.module).backward()
 
 
+@on_ranks(1)
+def test_an_edit_inside_of_an_autocast_context_is_seen_by_the_next_forward_there(tmp_path):
+    x = numbers(0, 5, 7, rank=0)
+    for edit in (doubled, set_to_zero, loaded):
+        engine, _ = start(Stemmed(), "SGD", stage=3, units=["Residual"])
+        engine.save_checkpoint(tmp_path)
+        if edit is loaded:
+            doubled(engine, tmp_path)
+        with torch.autocast("cpu", torch.bfloat16):
+            engine(x)
+            edit(engine, tmp_path)
+            found = engine(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(found, engine(x))
+
+
+@on_ranks(1)
+def test_values_of_another_engine_count_as_an_edit():
+    engine, _ = start(Stemmed(), "SGD", stage=3, units=["Residual"])
+    other, _ = start(Stemmed(), "SGD", stage=3, units=["Residual"])
+    late = loss(engine.module)
+    with other.unsharded():
+        for name, parameter in other.module.named_parameters():
+            engine.set_full_parameter(name, parameter)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        late.backward()
+
+
 @on_ranks(1, 2)
 def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
     for way in (step_between, step_and_forward_between, second_backward_after_a_step):

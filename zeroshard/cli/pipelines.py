@@ -40,11 +40,6 @@ class _Result(NamedTuple):
 
 def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
-    names = list(PlanOptions.__annotations__)
-    place = names.index("schedule")  # before it are the options of a model, after it those of schedules
-    unused = names[:place] if options.schedule else names[place + 1 :]
-    if given := [key for key in unused if getattr(options, key) != PlanOptions._field_defaults.get(key)]:
-        raise ValueError(f"{given[0]}: expected either a MODEL with its options, or --schedule with others")
     if options.schedule is None:
         _plan_model(options)
         return

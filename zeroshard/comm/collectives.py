@@ -12,13 +12,13 @@ gathers and reductions queue one after another, and a mark on our side stream wo
 
 from __future__ import annotations
 
-import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -180,7 +180,7 @@ class Axis:
         if self.size > 1 and flat.numel():
             label = self.note(label, channel, "all_gather", own.nbytes * (self.size - 1))
             if not self.exchanges:
-                gather = functools.partial(dist.all_gather_into_tensor, flat, own, group=self.groups[channel])
+                gather = partial(dist.all_gather_into_tensor, flat, own, group=self.groups[channel])
                 return self.start(gather, label)
             pending = self.exchange(dict.fromkeys(self._peers, own), chunks, tag, label, "all_gather")
         place = chunks[self.rank]
@@ -206,7 +206,7 @@ class Axis:
         label = self.note(label, REDUCE, "reduce_scatter", own.nbytes * (self.size - 1))
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
-            scatter = functools.partial(dist.reduce_scatter_tensor, target, flat, group=self.groups[REDUCE])
+            scatter = partial(dist.reduce_scatter_tensor, target, flat, group=self.groups[REDUCE])
             handle = self.start(scatter, label)
             if target is out:
                 return handle
@@ -214,7 +214,7 @@ class Axis:
             return streams.mark_here(self.device)
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
         parts = [received.get(rank, own) for rank in range(self.size)]
-        add = functools.partial(_add, parts, own, out, pool)
+        add = partial(_add, parts, own, out, pool)
         return self.exchange(chunks, received, tag, label, "reduce_scatter", add)
 
     def all_reduce(self, values: Tensor, label: str) -> Handle:
@@ -223,7 +223,7 @@ class Axis:
         On an accelerator it is on the current stream. Nobody reads or writes `values` meanwhile.
         """
         label = self.note(label, CONTROL, ALL_REDUCE, 2 * values.nbytes * (self.size - 1) // self.size)
-        reduce = functools.partial(dist.all_reduce, values, group=self.groups[GATHER])
+        reduce = partial(dist.all_reduce, values, group=self.groups[GATHER])
         return self.start(reduce, label, ALL_REDUCE)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
@@ -237,7 +237,7 @@ class Axis:
             label = self.note(label, CONTROL, CONTROL, num_bytes)
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
-            broadcast = functools.partial(dist.broadcast, raw, group=self.groups[GATHER], group_src=0)
+            broadcast = partial(dist.broadcast, raw, group=self.groups[GATHER], group_src=0)
             self.start(broadcast, label).wait()
             streams.mark_here(self.device).synchronize()
             if data is not tensor:
@@ -287,12 +287,12 @@ class Axis:
             return lambda: value
         label = self.note(label, CONTROL, CONTROL, value.nbytes)
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        gather = functools.partial(dist.all_gather, parts, value, group=self.groups[REDUCE])
+        gather = partial(dist.all_gather, parts, value, group=self.groups[REDUCE])
         handle = self.start(gather, label)
 
         def total() -> Tensor:
             handle.wait()
-            return functools.reduce(torch.add, parts)
+            return reduce(torch.add, parts)
 
         return total
 
@@ -407,7 +407,7 @@ def all_to_all(
     out = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=axis.device)
     received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=axis.device)
     label = axis.note(label, REDUCE, ALL_TO_ALL, out.numel())
-    exchange = functools.partial(dist.all_to_all_single, received, out, *sizes, group=axis.groups[REDUCE])
+    exchange = partial(dist.all_to_all_single, received, out, *sizes, group=axis.groups[REDUCE])
     axis.start(exchange, label, ALL_TO_ALL).wait()
     parts: Sequence[Tensor] = received.split([num_bytes for _, num_bytes in expected])
     return parts

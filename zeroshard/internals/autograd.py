@@ -9,6 +9,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -93,6 +94,12 @@ def hook_if_made(tensor: Tensor, since: int, hook: Callable[[Tensor], object]) -
     for key in tuple(hooks)[:-1]:  # they run in the order of the dictionary
         hooks[key] = hooks.pop(key)
     return True
+
+
+def is_inside(module: nn.Module) -> bool:
+    """True if a call of a module runs around its present call. KeyboardInterrupt ends one without hooks."""
+    frames = (frame for frame, _ in walk_stack(None) if frame.f_code is nn.Module._call_impl.__code__)
+    return sum(frame.f_locals["self"] is module for frame in frames) > 1
 
 
 def outermost_checkpoint() -> FrameType | None:

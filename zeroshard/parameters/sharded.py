@@ -121,7 +121,6 @@ class ShardedParameter(NotCopied, nn.Parameter):
         full_shape: the shape of the original parameter, also where tensor ranks hold a part of it each.
         is_partial: True if the slice can be less than the whole.
         cut, tp_rank: the cut of the original over tensor ranks, if there is one; the number of this part.
-        has_other_holders: True if other pipeline ranks hold it, too, and add to its gradient after a batch.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
         unsharded: the unsharded parameter, which is frozen with it; None once the engine is gone.
@@ -140,7 +139,6 @@ class ShardedParameter(NotCopied, nn.Parameter):
     own_dtype: torch.dtype
     cut: Cut | None = None
     tp_rank: int = 0
-    has_other_holders: bool = False
     _gradient: Tensor | None = None
     """The object in torch's own attribute, which takes ten times as long to read."""
 
@@ -212,22 +210,17 @@ class ShardedParameter(NotCopied, nn.Parameter):
 
         The hook gets the whole gradient of this rank's micro-batch, before it is averaged over the ranks.
         """
-        return self._hookable().register_hook(hook)
+        return self.hookable().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that gets this parameter when `grad` holds this rank's slice of the mean."""
-        self._hookable()
+        self.hookable()
         self.state.has_hooks = True
         with past_guards():
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _hookable(self) -> nn.Parameter:
+    def hookable(self) -> nn.Parameter:
         """The unsharded parameter, on which hooks of gradients are registered."""
-        if self.has_other_holders:
-            raise RuntimeError(
-                f"several pipeline ranks use {self.describe()}, and a hook would see the gradient of one: "
-                "use optimizer.register_step_pre_hook on all ranks, where p.grad is the sum"
-            )
         if (unsharded := self.unsharded()) is None:
             raise RuntimeError(
                 f"the engine of {self.describe()} no longer exists, so a hook would never be called: "

@@ -210,14 +210,12 @@ class FlatBuffer:
         self.is_resident, self.is_partial = plan.is_resident, plan.is_partial
         self.main_span = plan.main_span(context.axes.dp_shard.rank)
         """The flat range that `main` holds."""
-        self.own = self.main_span.slice
-        """The same, for tensors."""
         self.is_read = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
         self.full, main = self._read() if self.is_read else self._take_over()
         self.full_bytes = self.full.nbytes
         """The bytes of the unsharded parameters, padding included."""
-        self._own = self.full.detach()[self.own]
+        self._own = self.full.detach()[self.main_span.slice]
         self.store = MainStore(main, plan, self._own if self.is_resident else None, context)
         """The main parameters, where gathers start."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
@@ -313,6 +311,7 @@ class FlatBuffer:
 
         So torch refuses the backward of a forward that has saved values from before.
         """
+        torch.clear_autocast_cache()
         flags = [*map(edited.__contains__, self.sharded)]
         increment_version([*compress(self.unsharded, flags)])
         self.versions = [*map(add, self.versions, flags)]
@@ -371,7 +370,7 @@ class FlatBuffer:
             A tensor for each parameter, in memory of their own: a view of one if tensor ranks hold all of it.
         """
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
-        own = whole[self.own]
+        own = whole[self.main_span.slice]
         self.store.load(own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.described}"
@@ -395,7 +394,7 @@ class FlatBuffer:
             original.parameter.data = original.parameter.new_empty(0)
         for axis in (context.axes.dp, context.axes.outer):
             axis.broadcast(values, f"first broadcast of {self.described}")
-        main = values[self.own]
+        main = values[self.main_span.slice]
         return values.to(plan.compute_dtype), main if plan.is_alias else self._empty_main().copy_(main)
 
     def _read(self) -> tuple[Tensor, Tensor]:

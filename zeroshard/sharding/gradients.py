@@ -249,7 +249,7 @@ class Gradients:
             handle = self._role.hook.run(self.buffer, [flat[part] for part in self._slices])
         yield
         handle.wait()
-        result = flat[self.buffer.own].clone().to(self._wide_dtype)
+        result = flat[self.buffer.main_span.slice].clone().to(self._wide_dtype)
         self._pool.give(flat)
         self._absorb(result)
 

@@ -27,6 +27,7 @@ from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
     is_in_backward,
+    is_inside,
     is_recorded,
     reentrant_error,
     will_accumulate,
@@ -106,7 +107,7 @@ class Passes:
         unit.slots.install()
 
     def _begin_call(self, unit: Unit) -> None:
-        if unit is self._root and not unit.under_way:  # else it calls itself
+        if unit is self._root and not (unit.under_way and is_inside(unit.module)):
             self._begin_forward()
         elif self._state.phase is not _FORWARD:
             self._state.refuse("a forward", Moment.BETWEEN_STEPS)
@@ -138,11 +139,12 @@ class Passes:
         if unit in self.passive:
             return output
         unit.check_edits()
-        if unit is self._root and (dtype := self._context.output_dtype) is not None:
+        is_outermost = unit is self._root and len(unit.under_way) == 1  # it may call itself
+        if is_outermost and (dtype := self._context.output_dtype) is not None:
             output = cast_tensors(output, dtype)
         if not unit.is_resident:
             output = unit.copy_own(output)
-        if unit is self._root and not is_in_backward() and len(unit.under_way) == 1:
+        if is_outermost and not is_in_backward():
             self._end_forward()
         if unit not in self.quiet:
             self._watch(unit, output)

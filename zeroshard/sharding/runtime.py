@@ -6,9 +6,9 @@ nothing themselves.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -286,16 +286,15 @@ def hook(runtime: Runtime) -> None:
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the module of a unit, and the layers inside it."""
     module, hook = unit.module, runtime.changes.hook
-    before = module.register_forward_pre_hook
     if (dtype := runtime.hooked_dtype(module)) is not None:
-        own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
-        hook(before(own, prepend=True, with_kwargs=True))
-    hook(before(functools.partial(runtime.passes.before_forward, unit), prepend=True))
-    hook(module.register_forward_hook(functools.partial(runtime.passes.after_forward, unit)))
+        own = partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+        hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+    hook(module.register_forward_pre_hook(partial(runtime.passes.before_forward, unit), prepend=True))
+    hook(module.register_forward_hook(partial(runtime.passes.after_forward, unit)))
     # A model without engine still needs the runtime.
     hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
-        hook(layer.register_forward_hook(functools.partial(runtime.passes.watch_layer, unit)))
+        hook(layer.register_forward_hook(partial(runtime.passes.watch_layer, unit)))
 
 
 def _avoid_fast_paths(root: nn.Module, changes: Changes) -> None:

@@ -317,7 +317,7 @@ class Unit:
             return None
         self.wait()
         self._readers.append(follow)
-        return buffer.full.detach()[buffer.own]
+        return buffer.full.detach()[buffer.main_span.slice]
 
     def reshard(self, for_backward: bool = False) -> None:
         """Free the full parameters, unless the unit is resident.

@@ -12,10 +12,10 @@ An engine's own `step()` judges before it calls the optimizer, since it may leav
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -105,7 +105,7 @@ def attach(
             parts.append(stepped)
         _hook(runtime, optimizer, together, left, engine)
         if rounding is not None:
-            load = functools.partial(load_states, optimizer, optimizer.load_state_dict)
+            load = partial(load_states, optimizer, optimizer.load_state_dict)
             optimizer.load_state_dict = load  # type: ignore[method-assign]
     return parts
 
@@ -189,7 +189,7 @@ def _hook(
     step, zero_grad = optimizer.step, optimizer.zero_grad
     of_runtime = weakref.ref(runtime)
 
-    @functools.wraps(step)  # with the mark of an LR scheduler that has wrapped it
+    @wraps(step)  # with the mark of an LR scheduler that has wrapped it
     def whole_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (runtime := of_runtime()) is None:
             return step(*args, **kwargs)
@@ -211,7 +211,7 @@ def _hook(
             count()
         return result
 
-    @functools.wraps(zero_grad)
+    @wraps(zero_grad)
     def zero_all(set_to_none: bool = True) -> None:
         if (runtime := of_runtime()) is not None:
             runtime.state.refuse("zero_grad()", Moment.STEPPED)

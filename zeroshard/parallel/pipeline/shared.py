@@ -10,7 +10,8 @@ sum, micro-batch by micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Shared:
         own = [buffer for buffer in runtime.buffers if len(buffer.originals[0].holders) > 1]
         self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)
         for _, parameter in self._parameters():
-            parameter.has_other_holders = True
+            vars(parameter)["hookable"] = partial(_refuse_hooks, parameter.describe())
 
     @torch.no_grad()
     def start(self, optimizer: Optimizer | None) -> None:
@@ -105,3 +106,10 @@ class Shared:
         found = [(rank, arrived()) for rank, arrived in awaited]
         messages.finish()
         return found
+
+
+def _refuse_hooks(parameter: str) -> NoReturn:
+    raise RuntimeError(
+        f"several pipeline ranks use {parameter}, and a hook would see the gradient of one: use "
+        "optimizer.register_step_pre_hook on all ranks, where p.grad is the sum"
+    )
