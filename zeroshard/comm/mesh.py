@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import uuid4
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ ranks, but not if so many engines were made between them."""
 _numbers_used = 0
 
 
-_made: dict[tuple[object, ...], weakref.ref[dist.ProcessGroup]] = {}
+_made: dict[tuple[object, ...], ref[dist.ProcessGroup]] = {}
 """The groups of this rank, by the default group that they end with, purpose, ranks and timeout."""
 
 
@@ -70,7 +70,7 @@ def open_group(
     """
     world = dist.group.WORLD
     assert world is not None, "groups are made of its ranks"
-    key = weakref.ref(world), purpose, tuple(map(tuple, parts)), timeout_s
+    key = ref(world), purpose, tuple(map(tuple, parts)), timeout_s
     group = made() if (made := _made.get(key)) is not None else None
     if group is None:
         timeout = group_timeout(backend or dist.get_backend(), timeout_s)
@@ -78,7 +78,7 @@ def open_group(
             [list(part) for part in parts], timeout=timeout, backend=backend
         )
         group = own if isinstance(own, dist.ProcessGroup) else world
-        _made[key] = weakref.ref(group)
+        _made[key] = ref(group)
     return group
 
 

@@ -113,6 +113,7 @@ def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
     """Give parameters the values of full tensors, buffer by buffer; `Unit.refresh` follows."""
     memory = runtime.context.memory
     runtime.state.num_edits += 1
+    torch.clear_autocast_cache()
     for buffer, own in groupby(pairs, lambda pair: pair[0].buffer):
         memory.fetch(buffer.main)
         for whole, values in own:

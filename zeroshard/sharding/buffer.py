@@ -311,7 +311,6 @@ class FlatBuffer:
 
         So torch refuses the backward of a forward that has saved values from before.
         """
-        torch.clear_autocast_cache()
         flags = [*map(edited.__contains__, self.sharded)]
         increment_version([*compress(self.unsharded, flags)])
         self.versions = [*map(add, self.versions, flags)]

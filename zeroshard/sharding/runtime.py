@@ -158,6 +158,7 @@ class Runtime:
     def changed(self, buffers: Iterable[FlatBuffer] | None = None) -> None:
         """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
         self.state.num_changes += 1
+        torch.clear_autocast_cache()
         for buffer in self.buffers if buffers is None else buffers:
             buffer.store.changed()
             buffer.count_edits({*buffer.sharded})

@@ -98,7 +98,7 @@ def attach(
             moved = {buffer for _, buffer, _ in travelling}
             near = [[p for b in unit.buffers if b not in moved for p in b.sharded] for unit in runtime.units]
             far = [[buffer.sharded[i] for i in indices] for _, buffer, indices in travelling]
-            divides = bool(travelling) or steps_by_unit(optimizer, context.axes)
+            divides = travelling or steps_by_unit(optimizer, context.axes)
             stepped = StepByParts(optimizer, near + far if divides else [], homes)
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)

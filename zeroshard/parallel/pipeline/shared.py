@@ -37,7 +37,7 @@ class Shared:
         self._memory, self._messages, self._pp = runtime.context.memory, messages, runtime.context.axes.pp
         own = [buffer for buffer in runtime.buffers if len(buffer.originals[0].holders) > 1]
         self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)
-        for _, parameter in self._parameters():
+        for _, parameter in self._parameters():  # the attribute hides the method
             vars(parameter)["hookable"] = partial(_refuse_hooks, parameter.describe())
 
     @torch.no_grad()
