@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from blocks import TextDatasets, text_datasets
 from tests.data.tokenizers import CHATML, Bytes, letters
+from tests.endings import Forks, run
 from tests.ranks import Ranks
+
+__all__ = ["run"]
 
 
 def corpus(folder: Path, num_documents: int = 30) -> Path:
@@ -70,12 +73,11 @@ def write_killed(file: str, cache_dir: str) -> None:
     text_datasets(file, Bytes(), seq_len=16, cache_dir=cache_dir, progress=kill)
 
 
-def test_what_a_killed_process_has_written_is_never_used(tmp_path: Path) -> None:
+def test_what_a_killed_process_has_written_is_never_used(run: Forks, tmp_path: Path) -> None:
     file, cache_dir = corpus(tmp_path), tmp_path / "cache"
-    if not (child := os.fork()):
-        write_killed(str(file), str(cache_dir))
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    arguments = f"{str(file)!r}, {str(cache_dir)!r}"
+    [(end,)] = run(f"from tests.data.test_cache import write_killed\nwrite_killed({arguments})", num_ranks=1)
+    assert end.code == -signal.SIGKILL, end.output
     assert len(list(cache_dir.glob("*.partial"))) == 1
     assert not list(cache_dir.glob("*/index.json"))
     found = text_datasets(file, Bytes(), seq_len=16, cache_dir=cache_dir)

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.endings import run
 from tests.stores.held import Driver, HeldBytes, held_bytes
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.forwards.activations import HostCopies, size_class
 from zeroshard.stores import host
 from zeroshard.stores.host import host_memory
 from zeroshard.stores.store import HostGradients, TierMemory
+
+__all__ = ["run"]
 
 PAGE, MB = os.sysconf("SC_PAGE_SIZE"), 1 << 20
 STREAMS = Streams.on(torch.device("cpu"))
@@ -102,26 +105,16 @@ def test_on_a_gpu_memory_is_pinned_until_it_goes():
 
 def left_by_freed_tensors(*, calls):
     """Bytes that tensors leave behind in a process whose allocator keeps smaller ones than 32 MiB."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        ctypes.CDLL(None).mallopt(host._M_MMAP_THRESHOLD, 32 << 20)
-        # Tensors of any size may lie in what the tests before have left free in the heap: it is taken first.
-        held = [torch.empty(8 << 20, dtype=torch.uint8) for _ in range(64)]
-        if calls:
-            host.return_freed_memory()
-        ctypes.CDLL(None).malloc_trim(0)  # or the tensors may lie in freed pages, which are there already
-        before = resident()
-        tensors = [torch.empty(8 << 20, dtype=torch.uint8).fill_(1) for _ in range(16)]
-        tensors.sort(key=torch.Tensor.data_ptr)
-        last = tensors.pop()  # above the others, if they lie in the heap
-        tensors.clear()
-        os.write(writer, str(resident() - before - last.nbytes).encode())
-        del held
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        return int(answer.read())
+    ctypes.CDLL(None).mallopt(host._M_MMAP_THRESHOLD, 32 << 20)
+    if calls:
+        host.return_freed_memory()
+    ctypes.CDLL(None).malloc_trim(0)  # or the tensors may lie in freed pages, which are there already
+    before = resident()
+    tensors = [torch.empty(8 << 20, dtype=torch.uint8).fill_(1) for _ in range(16)]
+    tensors.sort(key=torch.Tensor.data_ptr)
+    last = tensors.pop()  # above the others, if they lie in the heap
+    tensors.clear()
+    return resident() - before - last.nbytes
 
 
 def resident():
@@ -131,12 +124,21 @@ def resident():
 
 
 @pytest.mark.skipif(not hasattr(os, "confstr") or sys.platform != "linux", reason="about glibc")
-def test_freed_tensors_leave_nothing_behind_unless_the_user_gave_a_threshold(monkeypatch):
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    assert left_by_freed_tensors(calls=True) < 8 << 20
-    assert left_by_freed_tensors(calls=False) > 32 << 20
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
-    assert left_by_freed_tensors(calls=True) > 32 << 20
+def test_freed_tensors_leave_nothing_behind_unless_the_user_gave_a_threshold(run):
+    script = """
+import os
+from tests.stores.test_memory import left_by_freed_tensors
+os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+os.environ.update({threshold})
+print(left_by_freed_tensors(calls={calls}))
+"""
+    given = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+    runs = [(True, {}), (False, {}), (True, given)]
+    scripts = [script.format(calls=calls, threshold=threshold) for calls, threshold in runs]
+    returned, kept, as_given = [int(end.last_line) for (end,) in run(*scripts, num_ranks=1)]
+    assert returned < 8 << 20
+    assert kept > 32 << 20
+    assert as_given > 32 << 20
 
 
 # ----------------------------------------------------------------------------------- pools of activations
