@@ -108,9 +108,10 @@ def train_until_killed(seed: int, folder: str) -> None:
             kill_before(trial, folder)
         if rank == 0:
             log(folder, "begun", step)
-        engine.save_checkpoint(f"{folder}/saved", trial.tag, {"step": step}, blocking=trial.blocking)
+        blocking = trial.blocking or step == 1  # or a slow disk leaves no checkpoint to find
+        engine.save_checkpoint(f"{folder}/saved", trial.tag, {"step": step}, blocking=blocking)
         if rank == 0:
-            log(folder, "done", step if trial.blocking else step - 1)
+            log(folder, "done", step if blocking else step - 1)
 
 
 def log(folder: str, name: str, step: int) -> None:
