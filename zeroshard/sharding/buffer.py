@@ -8,6 +8,18 @@
 `main` and `copy` are stores, on any tier; the plan says where. `main` is a view of `full`, and costs nothing,
 if both would hold the same values all the time: replicated parameters whose main dtype is the compute dtype,
 or one rank alone.
+
+[Note: What is current] Values go from `main` to `copy`, from there to `full`, and from `full` to `second`.
+`copied` is the version of `main` that `copy` has, and `filled` the version of the values that `full` and
+`second` have. They are current as long as this is the present version: a write to `main` tells no other place
+of itself. After `MainStore.use` other values, with versions of their own, go to `full`.
+
+[Note: Edits] Edits of parameters in a forward or backward are refused if the next gather would overwrite
+them. Addresses, and torch's counts of edits, are compared with the last look's; `.data` of a parameter has
+the same count. No value is compared: the answer is the same on all ranks, whose slices differ. Where modules
+compute with the main parameters themselves, an edit is kept, as in DistributedDataParallel.
+Equal values in other memory are no edit: a recurrent layer on a GPU moves its weights into one piece of
+memory for cuDNN, which counts no edit.
 """
 
 from __future__ import annotations
@@ -28,7 +40,7 @@ from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.parts import own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit, refuse_gradients
 from zeroshard.parameters.state import Phase
-from zeroshard.parameters.unsharded import UnshardedParameter, retire
+from zeroshard.parameters.unsharded import UnshardedParameter, equal_values, retire, set_data
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
@@ -36,7 +48,7 @@ from zeroshard.sharding.context import Context
 from zeroshard.stores.storage import allocate, release
 from zeroshard.stores.store import Store, Values
 
-_version_of = attrgetter("_version")
+_edit_count_of = attrgetter("_version")
 
 
 class MainStore(Store):
@@ -56,8 +68,8 @@ class MainStore(Store):
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
         """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
-        self._used: Values | None = None
-        """What gathers start from in place of the main parameters, if anything."""
+        self._others: Values | None = None
+        """The values that gathers bring in place of the main parameters, if any."""
         self.copy: Store | None = None
         """The main parameters in the compute dtype, if gathers start from such a copy."""
         if plan.copy_tier is not None:
@@ -66,60 +78,48 @@ class MainStore(Store):
                 memory = context.memory.empty(main.numel(), plan.compute_dtype, plan.copy_tier)
                 self.load(memory)
             self.copy = Store(memory, context.memory, plan.copy_tier)
-        self._copied = self.version
-        """The version of main parameters that `copy` has."""
-        self.filled: Hashable = self._copied
-        """The version of the values that unsharded parameters have; None: they are no such values."""
+        self.copied: Hashable = self.version
+        """The version of the main parameters that `copy` has; None: its values are those of no version."""
         context.memory.evict(main)
 
     # -- values ---------------------------------------------------------------------------------------
 
     @property
-    def is_stale(self) -> bool:
-        """True if the values that gathers start from changed since unsharded parameters were filled."""
-        return self.filled != (self._used or self).version
-
-    def changed(self, *, has_copied: bool = False) -> None:
-        """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited.
-
-        Args:
-            has_copied: True if `copy` gets the same values along with them.
-        """
-        is_current = has_copied and self._copied == self.version
-        self._num_changes += 1
-        self.filled = None
-        if is_current:
-            self._copied = self.version
+    def gathered_version(self) -> Hashable:
+        """The version of the values that a gather brings."""
+        return (self._others or self).version
 
     def use(self, values: Values | None = None) -> None:
-        """Let gathers start from other values than the main parameters; None: from these again."""
-        self._used = values
+        """Let gathers bring other values than the main parameters; None: these again."""
+        self._others = values
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device; the host waits: it may read them at once."""
         self.store(values)
         mark_here(self._context.device).synchronize()
 
-    def stepped(self, values: Tensor, start: int) -> None:
+    def stepped(self, values: Tensor) -> None:
         """Note that main parameters were written while they were elsewhere.
+
+        If these are all of them, `copy` gets them, too. If not, the next gather makes the copy anew: torch
+        has counted the step as a write of all, so nobody knows if the rest of the copy is current.
 
         Args:
             values: main parameters where they are now, all or some of them. The current stream copies them.
-            start: the first of them, counted in `main`.
         """
+        self.changed()
+        # Of resident parameters the copy is a part, which a backward still reads.
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
-        if self.copy is not None and not is_in_use:
-            self.copy.store(values, start)
-            if values.numel() == self.values.numel():
-                self._copied = self.version
-        self.changed(has_copied=not is_in_use)
+        if self.copy is not None and values.numel() == self.values.numel() and not is_in_use:
+            self.copy.store(values)
+            self.copied = self.version
         self._stepped = mark_here(self._context.device)
 
     # -- gathers --------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """Check the values that the next gather starts from, as a store does, and have them read ahead."""
-        start = self if self.copy is None or self._copied != self.version else self.copy
+        start = self if self.copy is None or self.copied != self.version else self.copy
         self._memory.fetch(start.values)
 
     def await_stepped(self) -> None:
@@ -135,13 +135,12 @@ class MainStore(Store):
             own: this rank's part of the unsharded parameters.
         """
         self.await_stepped()
-        values = self._used or self.copy or self
-        if values is self.copy and self._copied != self.version:
+        values = self._others or self.copy or self
+        if values is self.copy and self.copied != self.version:
             if not values.is_near:  # the host copies: stepped values are to be there
                 mark_here(self._context.device).synchronize()
             self.load(values.values)
-            self._copied = self.version
-        self.filled = (self._used or self).version
+            self.copied = self.version
         if isinstance(values, Store):
             is_readable = self._plan.is_partial and values.is_near and values.values.dtype == own.dtype
             if is_readable or (values is self.copy and self._plan.is_resident):
@@ -180,7 +179,7 @@ class MainStore(Store):
         """Drop all values; tensors that others hold keep theirs."""
         self.await_stepped()
         self.await_copies()
-        self.values, self.copy, self._used = self.values.new_empty(0), None, None
+        self.values, self.copy, self._others = self.values.new_empty(0), None, None
 
 
 class FlatBuffer:
@@ -218,11 +217,13 @@ class FlatBuffer:
         self._own = self.full.detach()[self.main_span.slice]
         self.store = MainStore(main, plan, self._own if self.is_resident else None, context)
         """The main parameters, where gathers start."""
+        self.filled: Hashable = self.store.version
+        """The version of the values that `full` has; None: it is to be filled anew."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
         self.unsharded = tuple(unsharded for _, unsharded in pairs)
-        self.versions = [parameter._version for parameter in self.unsharded]
-        """The version of each unsharded parameter that nobody has edited."""
+        self._edit_counts = [*map(_edit_count_of, self.unsharded)]
+        """The edits of each unsharded parameter up to the last look, as torch counts them: [Note: Edits]."""
         item, offsets = self.full.element_size(), self.layout.offsets
         self._starts = {p: at * item for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()}
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
@@ -295,12 +296,18 @@ class FlatBuffer:
 
     # -- full parameters ------------------------------------------------------------------------------
 
-    def has_changed(self) -> bool:
-        """True if an unsharded parameter was edited since the last look, or has moved."""
-        return list(map(_version_of, self.unsharded)) != self.versions or self.has_moved()
+    @property
+    def is_stale(self) -> bool:
+        """True if a gather would bring other values than `full` has."""
+        return self.filled != self.store.gathered_version
 
-    def has_moved(self) -> bool:
-        """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
+    def has_edits(self) -> bool:
+        """True if an unsharded parameter was edited since the last look, or lies elsewhere than in `full`.
+
+        Called past the guards of parameters.
+        """
+        if [*map(_edit_count_of, self.unsharded)] != self._edit_counts:
+            return True
         if not (self.is_resident or self.full.untyped_storage().nbytes()):
             return False
         first = self.full.data_ptr()
@@ -313,7 +320,26 @@ class FlatBuffer:
         """
         flags = [*map(edited.__contains__, self.sharded)]
         increment_version([*compress(self.unsharded, flags)])
-        self.versions = [*map(add, self.versions, flags)]
+        self._edit_counts = [*map(add, self._edit_counts, flags)]
+
+    def take_edits(self) -> list[str]:
+        """Look at the edits, and bring parameters that lie elsewhere back to `full`.
+
+        Returns:
+            The names of parameters whose edits are lost; they will be gathered anew.
+        """
+        lost: list[str] = []
+        before, self._edit_counts = self._edit_counts, [*map(_edit_count_of, self.unsharded)]
+        views = self.views(self.full) if self.full.untyped_storage().nbytes() else ()
+        for index, parameter in enumerate(self.unsharded):
+            is_lost = before[index] != self._edit_counts[index] and not self.plan.is_alias
+            if views and parameter.data_ptr() != (view := views[index]).data_ptr():
+                is_lost |= not equal_values(parameter.detach(), view)
+                set_data(parameter, view)
+            if is_lost:
+                self.filled = self.store.copied = None  # of resident parameters the copy is a part
+                lost.append(parameter.fqn)
+        return lost
 
     def begin_gather(self, label: str) -> Handle | None:
         """Allocate `full` and write this rank's part, on the current stream.
@@ -324,10 +350,11 @@ class FlatBuffer:
         if not self.is_resident:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
-        if self.has_second and self.store.is_stale:
+        if self.has_second and self.is_stale:
             self.keep_second(False)
         if self._second is None:
             axis, own = self._axis, self.store.begin(self._own)
+            self.filled = self.store.gathered_version
         else:
             axis, own = self._context.axes.dp_inner, self._second
         return None if axis is None else axis.all_gather(self.full, own, tag=self.tag, label=label)
@@ -360,7 +387,7 @@ class FlatBuffer:
         self.store.release()
         self.full = self._own = self.main
         self.sharded, self.unsharded, self.originals = (), (), ()
-        self.versions, self._starts = [], {}
+        self._edit_counts, self._starts = [], {}
 
     def gather_wholes(self) -> list[Tensor]:
         """Gather the main parameters, as the model had them; collective.

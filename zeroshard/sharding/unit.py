@@ -6,13 +6,6 @@ SHARDED --unshard()--> GATHERING --wait()--> UNSHARDED --reshard()--> SHARDED
 A slot shows the sharded parameter, or a stand-in for it under `unsharded()`. In forward and backward it shows
 the unsharded parameter. Any other object was put there by somebody: by an assignment after `initialize`, or
 for one call by `torch.func.functional_call`. The engine computes with its own parameters and refuses others.
-
-[Note: Edits] Edits of parameters in a forward or backward are refused if the next gather would overwrite
-them. Versions and addresses of a unit's parameters are compared with the last look's. `.data` shares the
-version of its parameter. No value is compared: the answer is the same on all ranks, whose slices differ.
-Where modules compute with the main parameters themselves, an edit is kept, as in DistributedDataParallel.
-Equal values in other memory are no edit: a recurrent layer on a GPU moves its weights into one piece of
-memory for cuDNN, and counts no version.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ from zeroshard.internals.autograd import next_node
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import change_tensors, find_tensors
 from zeroshard.parameters.sharded import describe_unit
-from zeroshard.parameters.unsharded import UnshardedParameter, edit_error, equal_values, set_data
+from zeroshard.parameters.unsharded import UnshardedParameter, edit_error
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
@@ -58,7 +51,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _missing = attrgetter("store.is_stale"), attrgetter("missing")
+_is_stale, _missing = attrgetter("is_stale"), attrgetter("missing")
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -280,7 +273,7 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         self.step_under_way()
-        needed = [buffer for buffer in self._gathered if not buffer.is_resident or buffer.store.is_stale]
+        needed = [buffer for buffer in self._gathered if not buffer.is_resident or buffer.is_stale]
         for buffer in filter(needed.__contains__, self.in_files):
             buffer.store.prefetch()
         self._move(UnitState.GATHERING)
@@ -311,8 +304,8 @@ class Unit:
         Args:
             follow: lets compute wait for a copy of them on another stream, which begins after compute.
         """
-        plan, store = buffer.plan, buffer.store
-        is_same = plan.compute_dtype == plan.main_dtype and store.filled == store.version
+        plan = buffer.plan
+        is_same = plan.compute_dtype == plan.main_dtype and buffer.filled == buffer.store.version
         if self.is_resident or self.state is UnitState.SHARDED or not is_same:
             return None
         self.wait()
@@ -358,15 +351,17 @@ class Unit:
         return change_tensors(output, lambda tensor: copies.get(id(tensor), tensor)) if copies else output
 
     def check_edits(self) -> None:
-        """Compare its unsharded parameters with the parameters at the last look.
+        """Look for edits of its unsharded parameters; see [Note: Edits].
 
         Raises:
-            RuntimeError: one was edited since, in memory of its own. It is gathered again.
+            RuntimeError: one was edited since the last look, in memory of its own. It is gathered again.
         """
         # torch takes several times as long to read an attribute of a subclass of Parameter.
         with past_guards():
-            if any(map(FlatBuffer.has_changed, self.buffers)):
-                _refuse_edits(self.buffers)
+            if any(map(FlatBuffer.has_edits, self.buffers)):
+                lost = [fqn for buffer in self.buffers for fqn in buffer.take_edits()]
+                if lost:
+                    raise edit_error(lost[0])
 
     # -- gradients ------------------------------------------------------------------------------------
 
@@ -401,24 +396,3 @@ class Unit:
         before = self.state
         assert _MOVES[before] is state, f"{self.described} cannot go from {before.value} to {state.value}"
         self.state = state
-
-
-@torch.no_grad()
-def _refuse_edits(buffers: Sequence[FlatBuffer]) -> None:
-    lost = []
-    for buffer in buffers:
-        has_moved = buffer.has_moved()
-        before, buffer.versions = buffer.versions, [p._version for p in buffer.unsharded]
-        tensors = (buffer.full, buffer.main) if buffer.plan.is_alias else ()  # others may be freed
-        shows_main = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-        for index, parameter in enumerate(buffer.unsharded):
-            is_lost = before[index] != buffer.versions[index] and not shows_main
-            if has_moved:
-                values, view = parameter.detach(), buffer.views(buffer.full)[index]
-                set_data(parameter, view)
-                is_lost |= not equal_values(values, view)
-            if is_lost:
-                buffer.store.changed()
-                lost.append(parameter.fqn)
-    if lost:
-        raise edit_error(lost[0])

@@ -113,7 +113,7 @@ class StoreHome(Home):
                     store.follow_copies()
                 with self._pieces.writing(written, piece):
                     if block.main:
-                        store.stepped(block.main_in(piece.memory), block.start)
+                        store.stepped(block.main_in(piece.memory))
         except BaseException:
             self._pieces.join()
             mark_here(self._pieces.memory.device).synchronize()  # it may read states and gradients there
