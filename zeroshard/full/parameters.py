@@ -118,7 +118,7 @@ def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
         memory.fetch(buffer.main)
         for whole, values in own:
             whole.values.copy_(whole.cut(values))  # the host waits: it may read them at once
-            if getattr(values, "at_first", None) != (values._version, values.data_ptr()):
+            if not isinstance(values, ShownParameter) or values.is_edited:
                 buffer.count_edits({whole.sharded})
         memory.evict(buffer.main)
 

@@ -94,6 +94,11 @@ class ShownParameter(UnshardedParameter):
         shown.at_first = shown._version, shown.data_ptr()
         return shown
 
+    @property
+    def is_edited(self) -> bool:
+        """True if its values were written, or lie in other memory, since it was made."""
+        return self.at_first != (self._version, self.data_ptr())
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook on the trained parameter; see `ShardedParameter.register_hook`."""
         own = self.sharded()

@@ -27,7 +27,7 @@ from zeroshard.internals.autograd import next_node
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import change_tensors, find_tensors
 from zeroshard.parameters.sharded import describe_unit
-from zeroshard.parameters.unsharded import UnshardedParameter, edit_error
+from zeroshard.parameters.unsharded import ShownParameter, UnshardedParameter, edit_error
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
@@ -193,7 +193,7 @@ class Slots:
 
     def _check_shown(self) -> None:
         for _, _, unsharded, shown in self._slots:
-            if getattr(shown, "at_first", None) not in (None, (shown._version, shown.data_ptr())):
+            if isinstance(shown, ShownParameter) and shown.is_edited:
                 raise RuntimeError(
                     f"a forward inside engine.unsharded() after an edit of '{unsharded.fqn}': the engine "
                     "still computes with the values before the edit. Leave the block, with "
