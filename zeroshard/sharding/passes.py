@@ -42,6 +42,11 @@ from zeroshard.sharding.walk import CallLog, Lease, Walk, hook_outputs
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
 
+_NONE_RUNS: Callable[[], object] = bool
+"""The backward under way while there is none: a call gives False."""
+_DELIVERS: Callable[[], object] = object
+"""The backward under way in `Passes.delivering`, which ends it itself: a call gives something true."""
+
 
 class Passes:
     """The forwards and backwards of a sharded module.
@@ -65,12 +70,11 @@ class Passes:
         frozen = (unit for unit in units[1:] if not (unit.is_resident or unit.gradients))
         self._frozen = dict.fromkeys(unit for unit in frozen if unit.backward_needs_parameters)
         """Units without gradients: the graph decides if a backward gathers them."""
-        has_versions = context.setting.weights not in NEWEST_WEIGHTS
-        self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
-        """Units whose modules may compute with other memory than the main parameters."""
+        self._with_copies = [u for u in units if not all(b.plan.is_alias for b in u.buffers)]
+        """Units whose modules compute with other memory than the main parameters: edits there are lost."""
         self.calls = CallLog(walked)
         self._forward, self._graph, self.second_graph, self.scheduled = (Lease() for _ in range(4))
-        self._trails = bool(context.setting.placements.kept) or has_versions
+        self._trails = bool(context.setting.placements.kept) or context.setting.weights not in NEWEST_WEIGHTS
         """True if a unit is freed after its forward, when another unit begins."""
         self._ended: dict[Unit, None] = {}
         """The units whose forward has ended and that stay gathered."""
@@ -83,8 +87,8 @@ class Passes:
         """The backward under way, or the last one."""
         self._task: int | None = NEVER
         """The task of autograd in which it has begun, see `backward_task`; None: gradients come from any."""
-        self._backward: Callable[[], object] = bool
-        """Returns something true as long as the backward runs; its end may be an exception."""
+        self._backward: Callable[[], object] = _NONE_RUNS
+        """The backward under way, of `at_end_of_backward`: a call gives something true as long as it runs."""
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -343,7 +347,7 @@ class Passes:
             makes_graph: True if a backward through this backward may come.
         """
         self._walk.take()
-        self._backward = bool
+        self._backward = _NONE_RUNS
         self._state.move(_REST)
         if not makes_graph:
             self.calls.end_backward()
@@ -351,7 +355,7 @@ class Passes:
         self.reshard_all()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self._here.enter(self._here.OUTSIDE)
-        for unit in self._copied:
+        for unit in self._with_copies:
             unit.check_edits()  # of hooks in the backward, too
         if completes:
             self._reducer.call_hooks()
@@ -365,7 +369,7 @@ class Passes:
         """
         self.recover()
         self._reducer.check_begin()
-        self._backward = object
+        self._backward = _DELIVERS
         self._state.move(_BACKWARD)
         self._walk = Walk({}, self._reducer, self._graph)
         self._reducer.begin(self._reducer.asked)
@@ -373,7 +377,7 @@ class Passes:
         try:
             yield
         finally:
-            self._task, self._backward = NEVER, bool  # after an exception the next call cleans up
+            self._task, self._backward = NEVER, _NONE_RUNS  # after an exception the next call cleans up
         self._state.move(_REST)
         if self._reducer.end():
             self._reducer.call_hooks()
@@ -391,7 +395,7 @@ class Passes:
         if phase is _FORWARD:
             self.calls.drop_failed()
         else:
-            self._backward = bool
+            self._backward = _NONE_RUNS
             self.calls.end_backward()
             self.second_graph.release()
             self._reducer.drop_backward()
