@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.stores.tiers import swap_files
 from zeroshard.stores import files
-from zeroshard.stores.files import Swap, chunk_size, cut
+from zeroshard.stores.files import Swap, cut, stripe_size
 from zeroshard.stores.host import host_memory
 
 BLOCK = 4096
@@ -23,9 +23,9 @@ BLOCK = 4096
 
 @pytest.fixture
 def swap(tmp_path):
-    with_small_chunks = Swap([tmp_path])
-    yield with_small_chunks
-    close(with_small_chunks)
+    with_small_stripes = Swap([tmp_path])
+    yield with_small_stripes
+    close(with_small_stripes)
 
 
 def close(swap):
@@ -43,10 +43,10 @@ def opened(folders):
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """An place of some blocks has several chunks."""
-    monkeypatch.setattr(files, "LEAST_CHUNK", BLOCK)
-    monkeypatch.setattr(files, "MOST_CHUNK", 2 * BLOCK)
+def small_stripes(monkeypatch):
+    """An place of some blocks has several stripes."""
+    monkeypatch.setattr(files, "LEAST_STRIPE", BLOCK)
+    monkeypatch.setattr(files, "MOST_STRIPE", 2 * BLOCK)
 
 
 def memory_of(place, seed=None):
@@ -169,7 +169,7 @@ def test_values_are_whole_where_the_system_moves_less_than_it_was_asked_for(swap
 
 def test_a_failed_write_is_an_error_of_its_extent_alone_until_a_later_one_succeeds(swap, monkeypatch):
     lost, other = swap.empty(6 * BLOCK), swap.empty(6 * BLOCK)
-    pwritev, bad = os.pwritev, extent_of(swap, lost).chunks[1].offset
+    pwritev, bad = os.pwritev, extent_of(swap, lost).stripes[1].offset
 
     def full(fd, buffers, offset):
         if offset == bad:
@@ -277,25 +277,25 @@ BLOCKS = st.integers(0, 60).map(lambda count: count * BLOCK)
 
 
 @given(st.lists(BLOCKS, min_size=1, max_size=6), st.integers(1, 9), st.lists(BLOCKS, min_size=1, max_size=4))
-def test_chunks_follow_what_is_there_and_disks_get_equal_shares(extents, num_blocks, starts):
+def test_stripes_follow_what_is_there_and_disks_get_equal_shares(extents, num_blocks, starts):
     ends, size = list(starts), num_blocks * BLOCK
     for padded in extents:
-        chunks = cut(padded, size, tuple(ends))
-        assert [chunk.start for chunk in chunks] == list(range(0, padded, size))
-        assert sum(chunk.num_bytes for chunk in chunks) == padded
-        for chunk in chunks:
-            assert 0 < chunk.num_bytes <= size
-            assert chunk.offset == ends[chunk.file]
-            ends[chunk.file] += chunk.num_bytes
+        stripes = cut(padded, size, tuple(ends))
+        assert [stripe.start for stripe in stripes] == list(range(0, padded, size))
+        assert sum(stripe.num_bytes for stripe in stripes) == padded
+        for stripe in stripes:
+            assert 0 < stripe.num_bytes <= size
+            assert stripe.offset == ends[stripe.file]
+            ends[stripe.file] += stripe.num_bytes
     assert max(ends) - min(ends) <= max(size, max(starts) - min(starts))
 
 
 @given(BLOCKS, st.integers(1, 8), st.integers(1, 3), st.integers(1, 4))
-def test_each_thread_gets_a_chunk_where_chunks_are_not_too_small(padded, num_parts, least, factor):
+def test_each_thread_gets_a_stripe_where_stripes_are_not_too_small(padded, num_parts, least, factor):
     least, most = least * BLOCK, least * BLOCK * factor
-    size = chunk_size(padded, num_parts, least, most)
+    size = stripe_size(padded, num_parts, least, most)
     assert size % least == 0
     assert least <= size <= most
-    num_chunks = -(-padded // size)
-    assert num_chunks <= num_parts or size == most
-    assert size in (least, most) or (num_chunks - 1) * size < padded <= num_parts * size
+    num_stripes = -(-padded // size)
+    assert num_stripes <= num_parts or size == most
+    assert size in (least, most) or (num_stripes - 1) * size < padded <= num_parts * size

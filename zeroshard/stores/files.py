@@ -1,21 +1,21 @@
 """The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
 
     empty    -> Tensor            new space in the files, as a tensor; it is used again when the tensor goes
-    write    -> FileTransfer      its chunks go to the threads, which write while the caller goes on
+    write    -> FileTransfer      its stripes go to the threads, which write while the caller goes on
     read     -> FileTransfer
 
 Direct I/O copies nothing: memory must begin at the same byte of a block as the values in the files do, and
 memory of `host_memory` begins at a page. A transfer holds its memory until it is over, but does not protect
 it: wait before you use it.
 
-The bytes of an extent become chunks in files:
+The bytes of an extent become stripes in files:
 
     padded bytes   |--- 0 ---|--- 1 ---|--- 2 ---|--- 3 ---|- 4 -|
     file 0             0          2         4
     file 1             1          3
 
-A chunk is what one thread reads or writes with one call. Each goes to the file with the least bytes, so files
-take turns, and none is ever ahead of another by more than a chunk.
+A stripe is what one thread reads or writes with one call. Each goes to the file with the least bytes, so
+files take turns, and none is ever ahead of another by more than a stripe.
 
 Values on the nvme tier rest as tensors over ranges of files, through the page cache of the system: whoever
 reads or writes such a tensor reads or writes the files, one page at a time. Steps read and write ranges past
@@ -45,7 +45,7 @@ from zeroshard.stores.host import Mapping, return_freed_memory
 from zeroshard.stores.swapfile import PAGE, SwapFile
 
 
-class Chunk(NamedTuple):
+class Stripe(NamedTuple):
     """A part of an extent: a range of a file and the same number of bytes in memory."""
 
     file: int
@@ -56,39 +56,39 @@ class Chunk(NamedTuple):
     num_bytes: int
 
 
-def chunk_size(padded: int, num_parts: int, least: int, most: int) -> int:
-    """Return the bytes of the chunks of an extent.
+def stripe_size(padded: int, num_parts: int, least: int, most: int) -> int:
+    """Return the bytes of the stripes of an extent.
 
     Args:
         padded: bytes of the extent.
         num_parts: the number of threads that should have something to do.
-        least: bytes of the smallest chunk; a multiple of the alignment, as the result is.
-        most: bytes of the largest chunk; a multiple of `least`.
+        least: bytes of the smallest stripe; a multiple of the alignment, as the result is.
+        most: bytes of the largest stripe; a multiple of `least`.
     """
     return min(most, max(least, round_up(-(-padded // num_parts), least)))
 
 
-def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
-    """Cut an extent into chunks after the present ends of the files.
+def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Stripe, ...]:
+    """Cut an extent into stripes after the present ends of the files.
 
     Args:
         padded: bytes of the extent.
-        size: bytes of a chunk; the last one may be smaller.
+        size: bytes of a stripe; the last one may be smaller.
         ends: for each file, the offset at which free space begins.
     """
-    chunks, offsets = [], list(ends)
+    stripes, offsets = [], list(ends)
     for start in range(0, padded, size):
         file = offsets.index(min(offsets))
         num_bytes = min(size, padded - start)
-        chunks.append(Chunk(file, offsets[file], start, num_bytes))
+        stripes.append(Stripe(file, offsets[file], start, num_bytes))
         offsets[file] += num_bytes
-    return tuple(chunks)
+    return tuple(stripes)
 
 
 _THREADS = 4
 """Threads that read and write, for each folder."""
-LEAST_CHUNK = 1 << 20
-MOST_CHUNK = 16 << 20
+LEAST_STRIPE = 1 << 20
+MOST_STRIPE = 16 << 20
 
 
 class FileTransfer:
@@ -118,13 +118,13 @@ class FileTransfer:
 class Extent:
     """Space in the files of a `Swap`, for values of a fixed size."""
 
-    chunks: tuple[Chunk, ...]
+    stripes: tuple[Stripe, ...]
     writes: dict[int, FileTransfer] = field(default_factory=dict)
     """The last write of each range, by its first byte. After an error its values are lost."""
 
 
 class Swap:
-    """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
+    """The files of one rank on the nvme tier: one in each folder, with the stripes of an extent in turns."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """Files are opened for the first values.
@@ -142,7 +142,7 @@ class Swap:
         """One in each folder; it ends at exit, or when neither this object nor a transfer uses it any more.
         """
         self._lock = threading.RLock()  # a garbage collection under it may free space
-        self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
+        self._free: dict[int, list[tuple[Stripe, ...]]] = defaultdict(list)
         self.mapped: dict[int, Extent] = {}
         """The extents under tensors of `empty` and their views, by the address of the storage."""
 
@@ -166,19 +166,19 @@ class Swap:
             if not self._files:
                 return_freed_memory()  # units that come from files and go are to keep no memory
                 self._files = [SwapFile(Path(folder)) for folder in self._folders]
-            chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
-        ranges = [(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks]
+            stripes = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
+        ranges = [(self._files[s.file].descriptor, s.offset, s.num_bytes) for s in stripes]
         tensor = map_ranges(ranges, self._free_mapped)
-        self.mapped[tensor.data_ptr()] = Extent(chunks)
+        self.mapped[tensor.data_ptr()] = Extent(stripes)
         return tensor
 
-    def _reserve(self, padded: int) -> tuple[Chunk, ...]:
+    def _reserve(self, padded: int) -> tuple[Stripe, ...]:
         """Make the files longer for a new extent."""
-        size = chunk_size(padded, self._num_threads, LEAST_CHUNK, MOST_CHUNK)
-        chunks = cut(padded, size, [file.end for file in self._files])
+        size = stripe_size(padded, self._num_threads, LEAST_STRIPE, MOST_STRIPE)
+        stripes = cut(padded, size, [file.end for file in self._files])
         for number, file in enumerate(self._files):
-            file.reserve(max((c.offset + c.num_bytes for c in chunks if c.file == number), default=0))
-        return chunks
+            file.reserve(max((s.offset + s.num_bytes for s in stripes if s.file == number), default=0))
+        return stripes
 
     def check(self, extent: Extent) -> None:
         """Check that the files have the values of an extent, before they are read through its tensor.
@@ -199,7 +199,7 @@ class Swap:
         # under way: it would hold the tensor.
         extent = self.mapped.pop(address)
         with self._lock:
-            self._free[sum(chunk.num_bytes for chunk in extent.chunks)].append(extent.chunks)
+            self._free[sum(stripe.num_bytes for stripe in extent.stripes)].append(extent.stripes)
 
     def read(self, values: Tensor, into: Tensor) -> FileTransfer:
         """Start to read values past the page cache; waits for a write of this range that is under way.
@@ -249,12 +249,12 @@ class Swap:
     ) -> FileTransfer:
         extent, start = self._place_of(values)
         view, futures = memory.detach().numpy().data, []
-        for chunk in extent.chunks:
-            first = max(start, chunk.start)
-            last = min(start + values.nbytes, chunk.start + chunk.num_bytes)
+        for stripe in extent.stripes:
+            first = max(start, stripe.start)
+            last = min(start + values.nbytes, stripe.start + stripe.num_bytes)
             if first < last:
-                part, offset = view[first - start : last - start], chunk.offset + first - chunk.start
-                work = partial(call, self._files[chunk.file], part, offset)
+                part, offset = view[first - start : last - start], stripe.offset + first - stripe.start
+                work = partial(call, self._files[stripe.file], part, offset)
                 futures.append(self._threads.submit(_attempt, [*before, work], [values]))
         return FileTransfer(futures)
 
