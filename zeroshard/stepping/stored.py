@@ -42,10 +42,10 @@ class StoreHome(Home):
 
     Args:
         parts: units with buffers of theirs, each with the indices of parameters that are fetched together,
-            and the pieces of them; one that is None has all.
-        pieces: the pieces for the tier.
-        starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
-            the first element of the piece.
+            and the ranges of a large one that are stepped by themselves; [None]: all at once.
+        pieces: the pieces of memory for the tier.
+        starts: the first element of each slice, counted in the whole parameter; for the time of a range it is
+            the first element of the range.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class StoreHome(Home):
         starts: MutableMapping[ShardedParameter, int],
     ) -> None:
         self._pieces, self._starts = pieces, starts
-        self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
+        self._parcels_of: dict[ShardedParameter, list[_StepParcel]] = {}
         numbers: Counter[str] = Counter()
         for unit, buffer, indices, ranges in parts:
             wholes: dict[str, Tensor] = {}
-            blocks = [_Block(unit, buffer, indices, pieces, one, wholes) for one in ranges]
-            self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
-            numbers[buffer.unit_name] += len(blocks)
+            parcels = [_StepParcel(unit, buffer, indices, pieces, one, wholes) for one in ranges]
+            self._parcels_of |= {buffer.sharded[index]: parcels for index in indices}
+            numbers[buffer.unit_name] += len(parcels)
         self._num_ahead = max((num for unit, num in numbers.items() if unit), default=1)
-        """The blocks of a unit, but for the root: those of the next one are read while this one computes."""
+        """The parcels of a unit, but for the root: those of the next one are read while this one computes."""
 
     def expect(
         self, parts: Sequence[Sequence[ShardedParameter]], gradients: Mapping[ShardedParameter, Tensor]
@@ -74,15 +74,15 @@ class StoreHome(Home):
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
             gradients: their gradients, which are read along with them if they lie on the host.
         """
-        blocks = [block for part in parts for block in self._blocks(part)]
-        for block in blocks:
-            block.bring(gradients)
-        is_first = not all(block.state_places for block in blocks if block.size)  # they will need more memory
-        self._pieces.expect(blocks, 1 if is_first else self._num_ahead)
+        parcels = [parcel for part in parts for parcel in self._parcels(part)]
+        for parcel in parcels:
+            parcel.bring(gradients)
+        is_first = not all(one.state_places for one in parcels if one.size)  # they will need more memory
+        self._pieces.expect(parcels, 1 if is_first else self._num_ahead)
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
         """Return the number of pieces in which a part is stepped."""
-        return max(1, len(self._blocks(parameters)))
+        return max(1, len(self._parcels(parameters)))
 
     @contextmanager
     def fetched(
@@ -95,32 +95,32 @@ class StoreHome(Home):
         Raises:
             RuntimeError: a file could not be read or written; the message names the folder.
         """
-        if not (blocks := self._blocks(parameters)):
+        if not (parcels := self._parcels(parameters)):
             yield
             return
-        block, states = blocks[number], stepped.state
+        parcel, states = parcels[number], stepped.state
         # torch wants these counters on the device of their parameters.
         counting = [group for group in stepped.param_groups if group.get("fused") or group.get("capturable")]
         counts = {p for group in counting for p in group["params"]}
         try:
-            piece = self._pieces.fetch(block)
-            stepped.state = near = block.hold(piece.memory, states, self._starts, counts)
+            piece = self._pieces.fetch(parcel)
+            stepped.state = near = parcel.hold(piece.memory, states, self._starts, counts)
             yield
-            store = block.buffer.store
+            store = parcel.buffer.store
             with torch.no_grad():
-                written = block.pack(piece.memory, near, states)
+                written = parcel.pack(piece.memory, near, states)
                 with self._pieces.streams.to_host.here():
                     store.follow_copies()
                 with self._pieces.writing(written, piece):
-                    if block.main:
-                        store.stepped(block.main_in(piece.memory))
+                    if parcel.main:
+                        store.stepped(parcel.main_in(piece.memory))
         except BaseException:
             self._pieces.join()
             mark_here(self._pieces.memory.device).synchronize()  # it may read states and gradients there
             raise
         finally:
             stepped.state = states
-            block.release(self._starts)
+            parcel.release(self._starts)
 
     def end_step(self) -> None:
         """End the writes to files; copies to the host may be under way.
@@ -134,18 +134,20 @@ class StoreHome(Home):
         """Let the host wait until all parts are at rest."""
         self._pieces.wait()
 
-    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
-        """The blocks of a part: one, or one for each piece of a parameter; none if it does not travel."""
-        return self._blocks_of.get(parameters[0], []) if parameters else []
+    def _parcels(self, parameters: Sequence[ShardedParameter]) -> list[_StepParcel]:
+        """The parcels of a part: one, or one for each range of a parameter; none if it does not travel."""
+        return self._parcels_of.get(parameters[0], []) if parameters else []
 
 
-class _Block:
+class _StepParcel:
     """Main parameters that lie side by side in a flat buffer, and their states: two places.
 
-    A block of a piece has a range of one parameter, and of each of its states: a place each.
+    The parcel of a range has a range of one parameter, and of each of its states: a place each.
 
     Args:
-        wholes: the states of a parameter in pieces, at rest; all of its blocks have the same dict.
+        pieces: the pieces of memory for the tier.
+        within: the range of a large parameter that it has; None: it has all of its parameters.
+        wholes: the states of a parameter in ranges, at rest; all of its parcels have the same dict.
     """
 
     def __init__(
@@ -154,14 +156,14 @@ class _Block:
         buffer: FlatBuffer,
         indices: range,
         pieces: HostPieces,
-        piece: Span | None,
+        within: Span | None,
         wholes: dict[str, Tensor],
     ) -> None:
-        self.buffer, self._pieces, self._piece, self._wholes = buffer, pieces, piece, wholes
-        self._unit, self._own = unit, slice(None) if piece is None else piece.slice
+        self.buffer, self._pieces, self._range, self._wholes = buffer, pieces, within, wholes
+        self._unit, self._own = unit, slice(None) if within is None else within.slice
         own = {buffer.sharded[index]: buffer.sharded_span(index) for index in indices}
-        spans = {p: span if piece is None else piece.shifted(span.start) for p, span in own.items()}
-        is_whole = len(indices) == len(buffer.sharded) and piece is None
+        spans = {p: span if within is None else within.shifted(span.start) for p, span in own.items()}
+        is_whole = len(indices) == len(buffer.sharded) and within is None
         filled = [span for span in spans.values() if span.size]
         self.start = 0 if is_whole else min((span.start for span in filled), default=0)
         """The first element, counted in the main parameters of the buffer."""
@@ -170,7 +172,7 @@ class _Block:
         self.main = [] if buffer.store.is_near else [self._main.data.view(torch.uint8)]
         """The place of the main parameters; none if they are stepped where they are."""
         self._at_rest = {p: buffer.main[span.slice] for p, span in own.items()}
-        """The main parameters of each parameter, all pieces of them."""
+        """The main parameters of each parameter, all ranges of them."""
         self._span_of = {
             p: span.shifted(-self.start).slice if span.size else slice(0, 0) for p, span in spans.items()
         }
@@ -235,15 +237,15 @@ class _Block:
         Args:
             memory: the memory of the piece, with the values of its places.
             states: the states at rest.
-            starts: the first element of each slice in the whole parameter; it becomes that of the piece.
+            starts: the first element of each slice in the whole parameter; it becomes that of the range.
             counts: the parameters whose counters of steps lie with them.
         """
         self._held.clear()
         spans = self._spans[len(self.main) + len(self.state_places) :]
         brought = {id(g): memory[s].view(g.dtype) for (g, _), s in zip(self._brought, spans, strict=True)}
-        for p, span in self._span_of.items() if self.main or self._piece is not None else ():
+        for p, span in self._span_of.items() if self.main or self._range is not None else ():
             self._gradients[p] = gradient = gradient_of(p)
-            starts[p] += 0 if self._piece is None else self._piece.start
+            starts[p] += 0 if self._range is None else self._range.start
             if gradient is not None:
                 near = brought.get(id(gradient))
                 gradient = self._pieces.near(gradient[self._own]) if near is None else near
@@ -262,10 +264,10 @@ class _Block:
         if not isinstance(value, Tensor):
             return value
         if per_element(value, size) is None:
-            own = value if self._piece is None else value.clone()  # each piece counts from the same number
+            own = value if self._range is None else value.clone()  # each range counts from the same number
             return self._pieces.near(own) if value.dim() or counts else own
-        part = value if self._piece is None else part_of(value, self._piece, size)
-        is_ours = self._piece is None or value is self._wholes.get(key[1])
+        part = value if self._range is None else part_of(value, self._range, size)
+        is_ours = self._range is None or value is self._wholes.get(key[1])
         if is_ours and key in self._places and part.data_ptr() == self._places[key][2].data_ptr():
             self._held.add(key)
             return self._in_piece(memory, key)
@@ -282,7 +284,7 @@ class _Block:
         gradients, self._gradients, self._brought = self._gradients, {}, []
         for p, gradient in gradients.items():
             show(p, self._at_rest[p], gradient)
-            starts[p] -= 0 if self._piece is None else self._piece.start
+            starts[p] -= 0 if self._range is None else self._range.start
 
     def pack(self, memory: Tensor, near: States, states: States) -> list[tuple[Tensor, slice]]:
         """Put states that are not in `memory` into their ranges there, or to a new place at rest.
@@ -290,7 +292,7 @@ class _Block:
         Args:
             memory: the memory of the piece.
             near: the states where they were stepped.
-            states: the states at rest, which get what is new; of a parameter in pieces with the last one.
+            states: the states at rest, which get what is new; of a parameter in ranges with the last one.
 
         Returns:
             The places that are to be written: of main parameters if they travel and, unless they have got a
@@ -313,12 +315,12 @@ class _Block:
             mark_here(self._pieces.memory.device).synchronize()  # it has read the places that go
             del written[len(self.main) :]
             self.state_places, self._places = [], {}
-            if self._piece is None:
+            if self._range is None:
                 self._move(present)
             else:
                 self._write(present, states)
         for p, state in near.items():
-            if self._piece is None or self._piece.stop == self._at_rest[p].numel():
+            if self._range is None or self._range.stop == self._at_rest[p].numel():
                 resting = {name: self._resting((p, name)) for name in state if (p, name) in present}
                 own = state | resting
                 states[p].clear()  # code of the user may hold it
@@ -326,8 +328,8 @@ class _Block:
         return written
 
     def _resting(self, key: Key) -> Tensor:
-        """A state at rest, all pieces of it."""
-        return self._places[key][2] if self._piece is None else self._wholes[key[1]]
+        """A state at rest, all ranges of it."""
+        return self._places[key][2] if self._range is None else self._wholes[key[1]]
 
     def _move(self, present: Mapping[Key, Tensor]) -> None:
         """Write states to a new place, side by side."""
@@ -346,17 +348,17 @@ class _Block:
         }
 
     def _write(self, present: Mapping[Key, Tensor], states: States) -> None:
-        """Write states of a piece to their part of the whole ones, which the first piece makes."""
-        assert self._piece is not None
+        """Write states of a range to their part of the whole ones, which the first range makes."""
+        assert self._range is not None
         memory = self._pieces.memory
         for (p, name), value in present.items():
             size = self._at_rest[p].numel()
-            num = size if value.shape[-1] == self._piece.size else -(-size // BLOCK)
+            num = size if value.shape[-1] == self._range.size else -(-size // BLOCK)
             shape, whole = (*value.shape[:-1], num), self._wholes.get(name)
             is_there = whole is not None and (whole.shape, whole.dtype) == (shape, value.dtype)
-            if not self._piece.start and not (is_there and states.get(p, {}).get(name) is whole):
+            if not self._range.start and not (is_there and states.get(p, {}).get(name) is whole):
                 self._wholes[name] = self._pieces.empty(math.prod(shape), value.dtype).view(shape)
-            target = part_of(self._wholes[name], self._piece, size)
+            target = part_of(self._wholes[name], self._range, size)
             if target.dim() > 1:
                 target.copy_(value)
             else:
