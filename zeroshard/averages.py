@@ -93,7 +93,7 @@ class Averages:
 
         The host waits for updates that are under way.
         """
-        self._runtime.state.look()
+        self._runtime.state.steps.before_look()
         self._pieces.wait()
         return {
             sharded: store.values[buffer.sharded_span(index).slice]
@@ -109,7 +109,7 @@ class Averages:
 
     def begin_anew(self) -> None:
         """Drop the updates: averages are the present values until the next one."""
-        self._runtime.state.look()
+        self._runtime.state.steps.before_look()
         self._pieces.join()  # what could not be written is written anew
         for store in self._values.values():
             self._runtime.context.memory.renew(store.values)

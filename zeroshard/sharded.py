@@ -27,7 +27,7 @@ from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, set_gradients
-from zeroshard.parameters.state import IN_BATCH, Moment, Phase
+from zeroshard.parameters.state import IN_BATCH, Moment, Phase, Steps
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.context import Changes
@@ -89,7 +89,7 @@ def restore_module(runtime: Runtime) -> None:
 
 def drop_module(runtime: Runtime) -> None:
     """Drop everything without an exchange; the module is not usable afterwards."""
-    runtime.state.look, runtime.state.gives_memory = object, None  # steps that wait are not taken
+    runtime.state.steps = Steps()  # those that wait are not taken
     runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
     runtime.context.streams.join()
     mark_here(runtime.context.device).synchronize()  # copies from and to memory that goes may be under way

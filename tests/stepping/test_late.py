@@ -447,7 +447,7 @@ def test_after_a_step_that_failed_nothing_is_saved_or_stepped(how):
 
             def fails(steps, unit):
                 if unit.name == "blocks.1":
-                    steps._left[unit] = [(lambda: 1 / 0, [], None)]
+                    steps._left[unit] = [lambda: 1 / 0]
                 take(steps, unit)
 
             if how == "end":

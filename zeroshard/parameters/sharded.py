@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import compute_past_guards, past_guards
 from zeroshard.parameters.saved import NotCopied
-from zeroshard.parameters.state import ModuleState, Moment, Phase
+from zeroshard.parameters.state import ModuleState, Moment, Phase, Steps
 from zeroshard.plan.cuts import Cut
 
 _LAYERS = ("torch.nn.functional", "torch._C._nn")
@@ -162,7 +162,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
             self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
-        state.look()
+        state.steps.before_look()
         state.has_shown_gradients = True
         return self._gradient
 
@@ -170,7 +170,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
             self._refuse_sums()
-        self.state.look()
+        self.state.steps.before_look()
         self.state.has_shown_gradients = True
         try:
             with past_guards():
@@ -233,7 +233,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        self.state.look()
+        self.state.steps.before_look()
         with past_guards():
             values = self.detach().__repr__()
         return f"ShardedParameter({self.fqn}, slice of {tuple(self.full_shape)}: {values})"
@@ -262,9 +262,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
         with past_guards():
             try:
                 result = func(*args, **kwargs)
-                gives = first.state.gives_memory
-                if gives is not None and (func in _PLACES or _has_memory_of(first, result)):
-                    gives()
+                if first.state.can_wait and (func in _PLACES or _has_memory_of(first, result)):
+                    first.state.steps.never_wait()
                 return result
             except (RuntimeError, IndexError) as error:
                 if torch.is_grad_enabled():  # a model computes with a slice; an optimizer has gradients off
@@ -278,7 +277,7 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if type(first) is not ShardedParameter or torch.is_grad_enabled():
         return False
     state = first.state
-    if state.phase is not Phase.REST or state.reads_main or state.look is not object:
+    if state.phase is not Phase.REST or state.reads_main or type(state.steps) is not Steps:
         return False
     return ShardedParameter not in map(type, (*args[1:], *kwargs.values()))
 
@@ -303,7 +302,7 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
             raise RuntimeError(f"{first.describe()} {first.state.refusal}")
         if first.state.phase is Phase.FORWARD:
             raise _used_outside(first, func)
-        first.state.look()
+        first.state.steps.before_look()
         if first.state.reads_main:
             first.state.before_edit()  # whoever reads values may write to them
     if func == _SET_DATA:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -84,16 +85,39 @@ IN_BATCH = (Moment.BATCH, Moment.BROKEN_LIST)
 
 
 class Steps:
-    """The steps of an optimizer that wait for a forward; here none waits."""
+    """The work of a step that may be done later; with this class it is done at once, and nothing is left.
 
-    finish_steps: Callable[[], object] = object
-    """Takes the steps that are left. The host waits for none."""
-    settle: Callable[[], object] = object
-    """Takes the steps that are left, and scales the gradients that were to be scaled later."""
+    A module whose values travel has `stepping/late.py: LateSteps` in its place, but for the time in which the
+    optimizer steps: what it reads is its own, and nobody looks.
+    """
 
-    def follow(self, unit_name: str, call: Callable[[], None]) -> None:
-        """Call something after the step of a unit."""
-        call()
+    take_all: Callable[[], object] = object
+    """Takes the steps that are left."""
+    scale_gradients: Callable[[], object] = object
+    """Does as `take_all`, and scales the gradients that are left: others may be added to them."""
+    before_look: Callable[[], object] = object
+    """Does as `scale_gradients`, and lets the host wait: parameters, gradients or states may be read."""
+
+    def never_wait(self) -> None:
+        """Do all that is left, and let no step wait any more: somebody may look unseen."""
+
+    def unseen(self) -> AbstractContextManager[object]:
+        """Return the context in which an optimizer steps: nobody looks."""
+        return nullcontext()
+
+    def prepare(self, optimizer: Any, parts: list[Any]) -> None:
+        """Prepare for a step of an optimizer: put its parts into the order in which they will be taken."""
+
+    def step_later(self, parts: Any, end: Callable[[], None], wait: Callable[[], None]) -> bool:
+        """Let the parts of a step wait, each for a forward of its unit; False if it is to be taken at once.
+
+        Args:
+            parts: the parameters of each part, all with gradients, and its step; a part without parameters
+                is stepped at once.
+            end: ends the step, after all parts.
+            wait: as of `wait_later`.
+        """
+        return False
 
     def scale_later(self, gradients: Any, factor: Tensor) -> bool:
         """Let gradients be scaled where they are stepped, or before a look; False where no step may wait.
@@ -107,6 +131,10 @@ class Steps:
     def wait_later(self, wait: Callable[[], None]) -> bool:
         """Let the host wait for values before somebody looks; False if a look may be unseen, too."""
         return False
+
+    def follow(self, unit_name: str, call: Callable[[], None]) -> None:
+        """Call something after the step of a unit."""
+        call()
 
 
 class ModuleState:
@@ -123,13 +151,10 @@ class ModuleState:
     """True once a post-accumulate hook was registered on a sharded parameter."""
     has_shown_gradients = False
     """True if somebody may hold a `p.grad`, and change it unseen."""
-    look: Callable[[], object] = object
-    """Prepares for somebody who looks at parameters, gradients or optimizer states: takes the steps that wait
-    for a forward, and lets the host wait until their values are at rest. `object` where they are."""
     factor: Tensor | None = None
-    """0-dim: multiplies the gradients of a step that come from the host; None: they are scaled."""
-    gives_memory: Callable[[], object] | None = None
-    """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
+    """0-dim: the step multiplies gradients on the host by it; None: they are scaled."""
+    can_wait = False
+    """True if steps may wait, until somebody has a tensor over the memory of a parameter or a state."""
     hook: Any = None
     """The `gradient_hooks.GradientHook` that may reduce gradients; None: the plan does."""
     num_changes = 0

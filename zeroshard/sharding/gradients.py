@@ -123,7 +123,7 @@ class Gradients:
         plan = self.buffer.plan
         self.is_kept = role.has_more and not role.defers and self._wide_dtype != plan.main_dtype
         self._sum_dtype = self._wide_dtype if self.is_kept else plan.main_dtype
-        may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
+        may_wait = self._unscale == 1.0 and not steps and self._context.state.can_wait
         self._kept_as = None if may_wait else self._sum_dtype
         self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))

@@ -266,7 +266,7 @@ class Passes:
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
-        self._state.steps.settle()
+        self._state.steps.scale_gradients()
         if accumulates := will_accumulate(p for _, one in self.trained for p in one.buffer.unsharded):
             self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()

@@ -182,7 +182,7 @@ class Runtime:
         Raises:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
-        self.state.steps.finish_steps()
+        self.state.steps.take_all()
         if self.state.phase is Phase.BACKWARD or self.passes.second_graph.units:
             self.passes.drop_graphs()
         if self.state.reads_main:  # by parts, copies follow copies
@@ -263,7 +263,7 @@ class Runtime:
             raise RuntimeError(
                 "full parameters are available between steps, not inside a forward or backward"
             )
-        self.state.look()
+        self.state.steps.before_look()
         self.passes.drop_graphs()
         self.state.reads_main = False
         self._await_gathers(self.buffers)

@@ -99,9 +99,9 @@ def attach(
             near = [[p for b in unit.buffers if b not in moved for p in b.sharded] for unit in runtime.units]
             far = [[buffer.sharded[i] for i in indices] for _, buffer, indices in travelling]
             divides = travelling or steps_by_unit(optimizer, context.axes)
-            stepped = StepByParts(optimizer, near + far if divides else [], homes)
+            stepped = StepByParts(optimizer, near + far if divides else [], homes, runtime.state)
             if waits:
-                stepped.late = LateSteps(runtime, optimizer)
+                runtime.state.steps = LateSteps(runtime, optimizer)
             parts.append(stepped)
         _hook(runtime, optimizer, together, left, engine)
         if rounding is not None:

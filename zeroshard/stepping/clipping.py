@@ -36,7 +36,7 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
     far = [found[index - 1] for group in others for index in group]
     waits = bool(far) and runtime.state.steps.scale_later(far, factor)
     if far and not waits:
-        runtime.state.look()
+        runtime.state.steps.before_look()
     scale_([found[i - 1][1] for i in near[1:]] if waits else [gradient for _, gradient in found], factor)
 
 
@@ -73,7 +73,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         0-dim, float32.
     """
     axes, device = runtime.context.axes, runtime.context.device
-    runtime.state.steps.settle()
+    runtime.state.steps.scale_gradients()
     own = own_gradients(runtime, order)
     if math.isinf(order):
         found = [moves.to_device(g.abs().max().double(), device) for g in own if g.numel()]
@@ -111,7 +111,7 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
     if any(
         not one.store.is_near and one.buffer not in notes for unit in runtime.units for one in unit.gradients
     ):
-        runtime.state.look()  # the host reads gradients that may be on their way
+        runtime.state.steps.before_look()  # the host reads gradients that may be on their way
     tensors = [
         gradient[buffer.counted(index)]
         for buffer in runtime.buffers

@@ -40,7 +40,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded, set_gradients
-from zeroshard.parameters.state import Moment
+from zeroshard.parameters.state import ModuleState, Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.sharding.buffer import FlatBuffer
@@ -48,7 +48,7 @@ from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
-from zeroshard.stepping.late import LateSteps, own_states
+from zeroshard.stepping.late import own_states
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
 
@@ -134,6 +134,7 @@ class StepByParts:
         optimizer: an optimizer over sharded parameters.
         units: lists of parameters that are fetched together; none if the optimizer steps all at once.
         homes: the homes that they pass on the way to the optimizer, the farthest one first.
+        state: the state of the module, whose `steps` may let parts wait for a forward; None: no part waits.
     """
 
     def __init__(
@@ -141,15 +142,15 @@ class StepByParts:
         optimizer: Optimizer,
         units: Sequence[Sequence[ShardedParameter]],
         homes: Sequence[Home],
+        state: ModuleState | None = None,
     ) -> None:
+        self._state = state or ModuleState()
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
         self._units: list[list[ShardedParameter]] = []
         """The units that were stepped ahead of others since the last `begin_units`."""
         self._num_ahead = 0
         """As many of them belong to the step that comes."""
         self._homes = tuple(homes)
-        self.late: LateSteps | None = None
-        """Lets the parts of a step wait for a forward; None: they are stepped at once."""
         # Below torch's hooks, which are to run once.
         self._own_step = inspect.unwrap(
             type(optimizer).step, stop=lambda function: not hasattr(function, "hooked")
@@ -171,29 +172,22 @@ class StepByParts:
 
     def _step(self, optimizer: Optimizer) -> None:
         """Step all parameters that have a gradient."""
-        if self.late is not None:
-            self.late.watch(optimizer)  # before twins share the states
-        units = self._unit_of
+        units, waiting = self._unit_of, self._state.steps
         divided = _divide(optimizer, units, lambda p: p not in units or gradient_of(p) is not None)
         work = [
             (groups, [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None])
             for groups in divided
         ]
-        if self.late is not None:  # so no rank waits for others in the step, whatever the order
-            positions = self.late.positions()
-            work.sort(key=lambda one: positions.get(one[1][0].unit_name, -1) if one[1] else -1)
+        waiting.prepare(optimizer, work)  # before twins share the states
         gradients = {p: g for _, part in work for p in part if (g := gradient_of(p)) is not None}
         for home in self._homes:
             home.expect([part for _, part in work], gradients)
-        twins = [twin_of(optimizer, groups) if units else optimizer for groups, _ in work]
-        pairs = zip(twins, (part for _, part in work), strict=True)
-        steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
+        twins = ((twin_of(optimizer, groups) if units else optimizer, part) for groups, part in work)
+        steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in twins]
         num_ahead, self._num_ahead = self._num_ahead, 0
-        if self.late is None or num_ahead or not self.late.take(steps, self._end_step, self.wait):
-            # Else the memory that an optimizer takes of a parameter would look as if code of the user had it.
-            with nullcontext() if self.late is None else past_guards():
-                for _, step in steps:
-                    step()
+        if num_ahead or not waiting.step_later(steps, self._end_step, self.wait):
+            for _, step in steps:
+                step()
             self._end_step()
             self.wait_later()
 
@@ -208,7 +202,7 @@ class StepByParts:
 
     def wait_later(self) -> None:
         """Let the host wait when somebody looks, or now if that might not be seen."""
-        if self.late is None or not self.late.wait_later(self.wait):
+        if not self._state.steps.wait_later(self.wait):
             self.wait()
 
     def begin_units(self) -> None:
@@ -241,8 +235,7 @@ class StepByParts:
             gradients.hand_over(set(part))
         for number in range(max((home.num_pieces(part) for home in self._homes), default=1)):
             with ExitStack() as stack:
-                if self.late is not None:
-                    stack.enter_context(self.late.unseen())
+                stack.enter_context(self._state.steps.unseen())
                 for home in self._homes:
                     stack.enter_context(home.fetched(optimizer, part, number))
                 self._own_step(optimizer)
@@ -361,7 +354,7 @@ class EarlySteps(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._state.refuse("a backward", Moment.FAILED)
         self._reducer.check_begin()
-        self._state.steps.finish_steps()
+        self._state.steps.take_all()
         if has_hooks_of_others(self._optimizer):
             warn_user(
                 "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
@@ -405,8 +398,7 @@ class EarlySteps(AbstractContextManager[None]):
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         with torch.no_grad(), past_guards():
             self._parts.step_units(self._optimizer, parameters, unit.gradients)
-        if self._parts.late is not None:
-            self._parts.late.wait_later(self._parts.wait)  # a hook of this backward may look
+        self._state.steps.wait_later(self._parts.wait)  # a hook of this backward may look
         for buffer in (gradients.buffer for gradients in unit.gradients):
             if buffer.plan.is_alias:  # a later use of these values in the backward is torch's error
                 buffer.count_edits(parameters)

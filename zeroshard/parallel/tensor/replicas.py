@@ -50,7 +50,7 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
         RuntimeError: on all ranks, some of them differ.
     """
     axes = runtime.context.axes
-    runtime.state.look()
+    runtime.state.steps.before_look()
     trained = (buffer for buffer in runtime.buffers if buffer.trainable)
     parameters = [p for buffer in trained for p in buffer.sharded if p.cut is None]
     gradients = [gradient_of(p) for p in parameters]
