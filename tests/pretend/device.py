@@ -150,6 +150,7 @@ def _install_moves(patch: pytest.MonkeyPatch, trace: Trace) -> None:
 
     patch.setattr(moves, "to_device", lambda tensor, device: move(tensor, on_host=False))
     patch.setattr(moves, "beside", lambda tensor, other: move(tensor, on_host=trace.is_on_host(other)))
+    patch.setattr(moves, "is_beside", lambda *both: len({*map(trace.is_on_host, both)}) == 1)
     patch.setattr(moves, "by_device", by_device)
 
 

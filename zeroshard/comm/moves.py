@@ -22,6 +22,11 @@ def beside(tensor: Tensor, other: Tensor) -> Tensor:
     return to_device(tensor, other.device)
 
 
+def is_beside(tensor: Tensor, other: Tensor) -> bool:
+    """True if two tensors lie on one device."""
+    return tensor.device == other.device
+
+
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors in groups of one device, in the order of their first tensors."""
     groups: dict[torch.device, list[int]] = {}

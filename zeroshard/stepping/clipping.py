@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zeroshard.comm import moves
 from zeroshard.parameters.sharded import gradient_of
@@ -29,15 +27,14 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
         max_norm: the limit.
     """
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    found = [(p, gradient) for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     for gradients in (gradients for unit in runtime.units for gradients in unit.gradients):
         gradients.noted = None  # of the values before
-    near, *others = moves.by_device([factor, *(gradient for _, gradient in found)])
-    far = [found[index - 1] for group in others for index in group]
-    waits = bool(far) and runtime.state.steps.scale_later(far, factor)
-    if far and not waits:
+    found = [(p, gradient) for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
+    scale_([gradient for _, gradient in found if moves.is_beside(gradient, factor)], factor)
+    far = [(p, gradient) for p, gradient in found if not moves.is_beside(gradient, factor)]
+    if far and not runtime.state.steps.scale_later(far, factor):
         runtime.state.steps.before_look()
-    scale_([found[i - 1][1] for i in near[1:]] if waits else [gradient for _, gradient in found], factor)
+        scale_([gradient for _, gradient in far], factor)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -120,10 +117,3 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
         if (gradient := gradient_of(parameter)) is not None
     ]
     return [*tensors, *notes.values()]
-
-
-def has_hooks_of_others(optimizer: Optimizer, when: str = "pre") -> bool:
-    """True if hooks that are not zeroshard's run before ("pre") or after ("post") steps of an optimizer."""
-    of_all = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {})
-    hooks = (*getattr(optimizer, f"_optimizer_step_{when}_hooks").values(), *of_all.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("zeroshard.") for hook in hooks)

@@ -33,6 +33,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -47,7 +48,6 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.clipping import has_hooks_of_others
 from zeroshard.stepping.late import own_states
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
@@ -146,8 +146,8 @@ class StepByParts:
     ) -> None:
         self._state = state or ModuleState()
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
-        self._units: list[list[ShardedParameter]] = []
-        """The units that were stepped ahead of others since the last `begin_units`."""
+        self._ahead: list[list[ShardedParameter]] = []
+        """The parts that were stepped ahead of others since the last `begin_units`."""
         self._num_ahead = 0
         """As many of them belong to the step that comes."""
         self._homes = tuple(homes)
@@ -207,7 +207,7 @@ class StepByParts:
 
     def begin_units(self) -> None:
         """Begin to step units ahead of others, probably the same as the last time, in the same order."""
-        expected, self._units = self._units, []
+        expected, self._ahead = self._ahead, []
         for home in self._homes:
             home.expect(expected, {})
 
@@ -223,7 +223,7 @@ class StepByParts:
         """
         for groups in _divide(optimizer, self._unit_of, parameters.__contains__):
             part = [p for group in groups for p in group]
-            self._units.append(part)
+            self._ahead.append(part)
             self._num_ahead += 1
             self._step_part(twin_of(optimizer, groups), part, reduced)
             set_gradients((p, None) for p in part)
@@ -347,7 +347,7 @@ class EarlySteps(AbstractContextManager[None]):
         optimizer, own = self._optimizer, self._step_of_engine
         step: Any = optimizer.step  # an LR scheduler wraps the function of the method
         is_own = step is own or getattr(step, "__wrapped__", None) is own.__func__
-        is_asked = any(has_hooks_of_others(optimizer, when) for when in ("pre", "post"))
+        is_asked = any(_has_hooks_of_others(optimizer, when) for when in ("pre", "post"))
         may = self._can_step and is_own and not is_asked and self._reducer.num_late == 0
         return self if may else nullcontext()
 
@@ -355,7 +355,7 @@ class EarlySteps(AbstractContextManager[None]):
         self._state.refuse("a backward", Moment.FAILED)
         self._reducer.check_begin()
         self._state.steps.take_all()
-        if has_hooks_of_others(self._optimizer):
+        if _has_hooks_of_others(self._optimizer):
             warn_user(
                 "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
                 "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
@@ -404,6 +404,13 @@ class EarlySteps(AbstractContextManager[None]):
                 buffer.count_edits(parameters)
             else:
                 self._uncounted.append((buffer, parameters))
+
+
+def _has_hooks_of_others(optimizer: Optimizer, when: str = "pre") -> bool:
+    """True if hooks that are not zeroshard's run before ("pre") or after ("post") steps of an optimizer."""
+    of_all = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {})
+    hooks = (*getattr(optimizer, f"_optimizer_step_{when}_hooks").values(), *of_all.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("zeroshard.") for hook in hooks)
 
 
 def _options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
