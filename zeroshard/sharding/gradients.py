@@ -276,30 +276,30 @@ class Gradients:
         if self._unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self._unscale)
         own, dtype, target = self._own_slices, self._sum_dtype, self._target
-        comes = target is not self.store
         # Nothing is added to a `p.grad` while sums are kept, since it has fewer bits.
         parameters = () if self.is_kept else enumerate(self.buffer.sharded)
-        sums = {at: g for at, p in parameters if (g := gradient_of(p)) is not None} | self._reduced
-        # Sums that were kept in more bits are replaced at last, and for a step here those of the host.
-        new = {at for at in range(len(own)) if comes or at not in sums or sums[at].dtype is not dtype}
+        sums = {index: g for index, p in parameters if (g := gradient_of(p)) is not None} | self._reduced
+        # A sum stays in its memory, but for a step here, and at the end of sums that have more bits.
+        stay = {index: g for index, g in sums.items() if target is self.store and g.dtype is dtype}
+        others = [index for index in range(len(own)) if index not in stay]
         with target.beside(result):
             for index, total in sums.items():
-                if target.is_near and index not in new:
+                if target.is_near and index in stay:
                     total.add_(result[own[index]])
                 else:
                     result[own[index]].add_(moves.to_device(total, result.device))
-            if comes:
+            if target is not self.store:
                 set_gradients((self.buffer.sharded[index], None) for index in sums)
-            if new or not target.is_near:
+            if others or not target.is_near:
                 result = result.to(dtype)
             if not target.is_near:
                 if not (self.is_kept or dtype is torch.float64):
                     counted = [result[part][self.buffer.counted(index)] for index, part in enumerate(own)]
                     self._squares = foreach_sum_of_squares(counted).sum()  # those of float64 overflow
-                for index in sums.keys() - new:
-                    sums[index].copy_(result[own[index]], non_blocking=True)
-            result = target.store(result) if new else result
-        for index in new:
+                for index, total in stay.items():
+                    total.copy_(result[own[index]], non_blocking=True)
+            result = target.store(result) if others else result
+        for index in others:
             self._reduced[index] = result[own[index]]
 
     def deliver(self, used: list[bool]) -> None:
