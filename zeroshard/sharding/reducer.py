@@ -1,6 +1,6 @@
 """The gradients of all units: reduced as they arrive, delivered together at the end of a backward.
 
-    due  --start-->  sending  --first exchange-->  later  --other exchanges-->  ended  --deliver-->
+    due  --start-->  sending  --first exchange-->  further  --other exchanges-->  ended  --deliver-->
 
 Units pass through these queues. Each move is a call of `Unit.reduce`, which goes on to the next `yield` of
 `Gradients.reduce`; a reduction with one exchange has ended after it.
@@ -170,7 +170,7 @@ class Reducer:
         """Units whose reduction may start when those before them have started."""
         self.sending: deque[Unit] = deque()
         """Units whose packed buffers are in an exchange, the newest last; see [Note: Packed units]."""
-        self._later: deque[Unit] = deque()
+        self._further: deque[Unit] = deque()
         """Units with further exchanges, under way or to come."""
         self.started: set[Unit] = set()
         """Units whose reduction has been started since the last delivery."""
@@ -304,8 +304,8 @@ class Reducer:
         while self._due and self._due[0] in self._ready:
             self._wait(self._num_ahead)
             if self._role and not self._role.defers:
-                for _ in range(len(self._later)):
-                    self._reduce(self._later, self._later)
+                for _ in range(len(self._further)):
+                    self._reduce(self._further, self._further)
             self._reduce(self._due, self.sending)
             if step := self.step_unit:
                 self._step_ended(step, but=1)
@@ -337,9 +337,9 @@ class Reducer:
             but: the newest ones that go on; 0: all reductions come to their end.
         """
         while len(self.sending) > but:
-            self._reduce(self.sending, self._later)
-        while self._later and not but:
-            self._reduce(self._later, self._later)
+            self._reduce(self.sending, self._further)
+        while self._further and not but:
+            self._reduce(self._further, self._further)
 
     def _step_ended(self, step: Callable[[Unit], None], but: int) -> None:
         """Step units whose reductions have ended, if this rank has had all gradients.
