@@ -430,6 +430,7 @@ def test_a_step_that_waits_is_not_taken_by_an_engine_that_goes_and_keeps_nothing
             patch.setattr(LateSteps, "_step", lambda _, unit: steps.append(unit.name))
             closed.close(restore=False)
             list(optimizer.state)
+            optimizer.state_dict()
         del engine, one
         gc.collect()
     assert [end() for end in ends] + steps == [None] * 3
