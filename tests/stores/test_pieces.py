@@ -11,10 +11,22 @@ import torch
 
 from tests.checkpoint import runs
 from tests.ranks import on_ranks
-from tests.stores.tiers import BF16_MAIN, EARLY, FILES, OPTIMIZERS, WAYS, compare, offload, over, refuse_space
+from tests.stores.tiers import (
+    BF16,
+    BF16_MAIN,
+    EARLY,
+    FILES,
+    OPTIMIZERS,
+    WAYS,
+    compare,
+    offload,
+    over,
+    refuse_space,
+)
 from zeroshard.comm.streams import Streams
 from zeroshard.plan import pieces
 from zeroshard.plan.pieces import NUM_OTHERS
+from zeroshard.sharding.buffer import MainStore
 from zeroshard.stores.pieces import HostPieces, Parcel
 from zeroshard.stores.store import TierMemory
 
@@ -149,3 +161,27 @@ def test_parcels_are_read_and_written_in_any_order(num_ahead):
         for number, parcel in enumerate(parcels):
             sign = -1 if parcel in fetched else 1
             assert torch.equal(parcel.values, sign * Numbers(8 * number).values), f"seed {seed}"
+
+
+@on_ranks(1, 3)
+def test_a_step_in_parts_keeps_the_copy_that_gathers_read(tmp_path):
+    """Nobody casts main parameters anew that a step at once, late or in a backward has cast."""
+    makings, load = [], MainStore.load
+
+    def noted(store, out, start=0):
+        makings.append(store.copy is not None and out is store.copy.values)
+        load(store, out, start)
+
+    for tier in (FILES, FILES | EARLY):
+        with small_pieces(), mock.patch.object(MainStore, "load", noted):
+            engine = runs.start({"stage": 3, **BF16, **offload(tmp_path, **tier)}, OPTIMIZERS["fused"])
+            assert [buffer for buffer in engine._runtime.buffers if buffer.store.copy is not None]
+            makings.clear()
+            runs.train(engine, range(3))
+        assert not any(makings), tier
+        with torch.no_grad():  # an edit outdates it
+            next(engine.parameters()).mul_(0.5)
+        with mock.patch.object(MainStore, "load", noted):
+            runs.train(engine, [3])
+        assert sum(makings) == 1
+        engine.close(restore=False)

@@ -365,7 +365,8 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     if stepped:
         if refusal := stepped[0].state.refusal:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
-        torch.autograd.graph.increment_version(stepped)
+        # Parameters without gradients are not stepped, or a backward has stepped and noted them.
+        torch.autograd.graph.increment_version([p for p in stepped if gradient_of(p) is not None])
 
 
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:

@@ -80,6 +80,12 @@ class MainStore(Store):
             self.copy = Store(memory, context.memory, plan.copy_tier)
         self.copied: Hashable = self.version
         """The version of the main parameters that `copy` has; None: its values are those of no version."""
+        self.num_elements = main.numel()
+        """The number of main parameters, without padding."""
+        self._num_copied: dict[int, int] = {}
+        """The number of those that steps have written to `copy`, by their start; nothing else was written."""
+        self._written = self.version
+        """The version that the last of these steps has left."""
         context.memory.evict(main)
 
     # -- values ---------------------------------------------------------------------------------------
@@ -98,21 +104,30 @@ class MainStore(Store):
         self.store(values)
         mark_here(self._context.device).synchronize()
 
-    def stepped(self, values: Tensor) -> None:
-        """Note that main parameters were written while they were elsewhere.
+    def begin_part(self) -> None:
+        """Note that a part of the main parameters is read, to be stepped elsewhere."""
+        if self.version != self._written:
+            self._num_copied = {}
 
-        If these are all of them, `copy` gets them, too. If not, the next gather makes the copy anew: torch
-        has counted the step as a write of all, so nobody knows if the rest of the copy is current.
+    def stepped(self, values: Tensor, start: int, num: int) -> None:
+        """Note that a part of the main parameters was written elsewhere; `copy` gets it, too.
+
+        Each part outdates the copy. It is current again with the last one, if nothing else was written.
 
         Args:
-            values: main parameters where they are now, all or some of them. The current stream copies them.
+            values: the part where it is now. The current stream copies it.
+            start: the first of its elements, counted in `main`.
+            num: their number without padding.
         """
         self.changed()
         # Of resident parameters the copy is a part, which a backward still reads.
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
-        if self.copy is not None and values.numel() == self.values.numel() and not is_in_use:
-            self.copy.store(values)
-            self.copied = self.version
+        if self.copy is not None and not is_in_use:
+            self.copy.store(values, start)
+            self._num_copied[start] = num
+            self._written = self.version
+            if sum(self._num_copied.values()) == self.num_elements:
+                self.copied = self.version
         self._stepped = mark_here(self._context.device)
 
     # -- gathers --------------------------------------------------------------------------------------
@@ -221,6 +236,7 @@ class FlatBuffer:
         """The version of the values that `full` has; None: it is to be filled anew."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
+        self.store.num_elements = sum(map(Tensor.numel, self.sharded))
         self.unsharded = tuple(unsharded for _, unsharded in pairs)
         self._edit_counts = [*map(_edit_count_of, self.unsharded)]
         """The edits of each unsharded parameter up to the last look, as torch counts them: [Note: Edits]."""
