@@ -77,19 +77,24 @@ def test_the_outline_of_a_model_with_adapters_has_the_names_in_the_wrapped_model
 
 
 @pytest.mark.parametrize(
-    ("config", "text"),
+    ("config", "kind"),
     [
         (
             peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-            r"got adapter 'default' \(PROMPT_TUNING\), which depends on the tokens",
+            "PROMPT_TUNING",
         ),
         (
             peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2]),
-            r"got adapter 'default' \(LORA\), which depends on the tokens",
+            "LORA",
+        ),
+        (
+            peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9),
+            "ADALORA",  # its loss has a penalty over the adapters of all layers
         ),
     ],
 )
-def test_adapters_that_depend_on_the_tokens_are_refused_by_name(config, text):
+def test_adapters_that_act_around_the_model_or_depend_on_the_tokens_are_refused_by_name(config, kind):
+    text = rf"got adapter 'default' \({kind}\), which acts around the model or depends on the tokens"
     with pytest.raises(ValueError, match=text):
         outline_of(peft.get_peft_model(MODELS["llama"](), config))
 

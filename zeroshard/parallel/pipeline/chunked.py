@@ -100,16 +100,20 @@ def without_adapters(model: Any) -> nn.Module:
     """Return the model that peft has wrapped, or the given one if it has wrapped none.
 
     Raises:
-        ValueError: its adapters depend on the tokens.
+        ValueError: its adapters are not in its layers alone.
     """
     if not (getattr(model, "peft_config", None) and hasattr(model, "get_base_model")):
         given: nn.Module = model
         return given
+    from peft.tuners.tuners_utils import BaseTuner
+
+    has_own_forward = type(model.base_model).forward is not BaseTuner.forward  # AdaLoRA adds to the loss
     for name, config in model.peft_config.items():
-        if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        if has_own_forward or getattr(config, "alora_invocation_tokens", None):
             raise ValueError(
                 f"mesh.pp: expected adapters of layers, such as LoRA, got adapter '{name}' "
-                f"({config.peft_type.value}), which depends on the tokens: only the first chunk has these"
+                f"({config.peft_type.value}), which acts around the model or depends on the tokens: a chunk "
+                "has a part of the model, and only the first one has the tokens"
             )
     inside: nn.Module = model.get_base_model()
     return inside
