@@ -78,9 +78,9 @@ def compared():
         gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
         found.append({"output": output.detach(), "x": own.grad} | gradients)
     own = (model.inner.out_features, model.outer.out_features, model.blocks[0]["up"].out_features)
-    assert own == (24 // over.size, 8, 24 // over.size)
+    assert own == (24 // over.size, 8, 24)  # a loss may be over the features of a gathered head
     changes.undo()
-    assert (model.inner.out_features, model.blocks[0]["up"].out_features) == (24, 24)
+    assert model.inner.out_features == 24
     assert "forward" not in vars(model.tokens)
     got, want = found
     return [

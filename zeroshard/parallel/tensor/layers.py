@@ -30,7 +30,7 @@ from zeroshard.parallel.tensor.sequence import (
     install_regions,
     move,
 )
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split
+from zeroshard.parallel.tensor.styles import BY_ROWS, IN_RANK_ORDER, Divided, Split
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.context import Changes
 
@@ -52,7 +52,8 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
         if layer.style.way is Split.SHARED_COLUMNS:
             size = layer.style.sections[0].unit
         attribute = "in_features" if is_by_rows else "out_features"
-        if attribute in vars(module) and size is not None:
+        # A model may compute its loss over the features that a gathered head says it has.
+        if attribute in vars(module) and size is not None and layer.style.way not in IN_RANK_ORDER:
             changes.set(module, attribute, size)
         if isinstance(module, nn.Embedding) and layer.style.way is Split.ROWS:
             (own,) = layer.cuts["weight"].spans(over.rank)

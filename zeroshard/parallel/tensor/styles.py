@@ -72,7 +72,7 @@ OF_SEQUENCE = (Split.SEQUENCE, Split.SEQUENCE_PARTS)
 """Layers that work on a part of the sequence."""
 WITHOUT_CUTS = (Split.SUMMED, Split.SHARED_COLUMNS, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers whose parameters each rank holds whole."""
-_IN_RANK_ORDER = (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT)
+IN_RANK_ORDER = (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT)
 """Layers whose parts are gathered, or cut, in the order of the ranks."""
 _BY_OWN_FORWARD = (Split.SUMMED, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers that compute all of their outputs by their own forward."""
@@ -87,7 +87,7 @@ class LayerPlan:
     """Of the dimension that is divided; () for one section without heads."""
 
     def __post_init__(self) -> None:
-        if self.way in _IN_RANK_ORDER and len(self.sections) > 1:
+        if self.way in IN_RANK_ORDER and len(self.sections) > 1:
             raise ValueError(
                 f"tp_plan: expected one section for '{self.way.value}', whose parts lie in rank order, got "
                 f"{len(self.sections)}"
@@ -142,7 +142,7 @@ _SIZES = ("head_dim", "head_size")
 """The names of the size of a head in the attention layers of transformers."""
 _IN_ONE = {"query_key_value": 3}
 """Layers whose outputs are, for each head, its query, its key and its value."""
-_WITHOUT_HEADS = (*_IN_RANK_ORDER, *WITHOUT_CUTS)
+_WITHOUT_HEADS = (*IN_RANK_ORDER, *WITHOUT_CUTS)
 """Ways that may divide a head: what follows has all of them, or none."""
 
 
