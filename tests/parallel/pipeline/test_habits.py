@@ -5,6 +5,7 @@ Under autocast a product is rounded to bfloat16, 2^-8 of it, and float32 sums in
 the other side.
 """
 
+import copy
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -84,14 +85,56 @@ class Pair(nn.Linear):
         return super().forward(value), value
 
 
-@pytest.mark.long
+class Detached(nn.Linear):
+    def forward(self, value):
+        return super().forward(value.detach())
+
+
+def loss_with_shape(output, targets):
+    return F.mse_loss(output, targets).view(1)
+
+
+UNFIT = {
+    "chunk 0: expected a tensor as output, got tuple": (Pair, nn.Linear, F.mse_loss, 0),
+    "chunk 1: expected a gradient of its input, got none": (nn.Linear, Detached, F.mse_loss, 1),
+    "expected a loss of shape [], got [1]": (nn.Linear, nn.Linear, loss_with_shape, 1),
+}
+"""By error: the layers of both ranks, the loss, and the rank."""
+
+
+@pytest.mark.long_where(text=[next(iter(UNFIT))])
+@pytest.mark.parametrize("text", UNFIT)
 @on_ranks(2)
-def test_what_a_chunk_cannot_hand_on_is_an_error_where_it_is_computed():
-    model = nn.Sequential(Pair(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-    engine = zeroshard.initialize(model, sgd, PIPELINE | {"watchdog_s": 0.5}, loss_fn=F.mse_loss).engine
-    text = refused(engine.train_batch, *batch(0))
-    is_first = torch.distributed.get_rank() == 0
-    assert ("chunk 0: expected a tensor as output, got tuple" in text) == is_first
+def test_what_a_chunk_cannot_give_is_an_error_where_it_is_computed(text):
+    first, last, loss_fn, rank = UNFIT[text]
+    model = nn.Sequential(first(WIDTH, WIDTH), last(WIDTH, WIDTH)).double()
+    engine = zeroshard.initialize(model, sgd, PIPELINE | {"watchdog_s": 0.5}, loss_fn=loss_fn).engine
+    message = refused(engine.train_batch, *batch(0))
+    assert (text in message) == (torch.distributed.get_rank() == rank)
+
+
+def decaying(parameters):
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.1, weight_decay=0.5)
+
+
+def loss_of_some(output, targets):
+    return F.mse_loss(output, targets) if targets[0, 0] < 0 else torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize(("last", "loss_fn"), [(Detached, F.mse_loss), (nn.Linear, loss_of_some)])
+@on_ranks(2)
+def test_frozen_modules_and_micro_batches_without_a_loss_need_no_gradient_of_an_input(last, loss_fn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), last(WIDTH, WIDTH)).double()
+    model[0].requires_grad_(last is not Detached)
+    part, (x, y) = copy.deepcopy(model), batch(0)
+    y[0, 0], y[BATCH // 2, 0] = 1.0, -1.0
+    engine = zeroshard.initialize(part, decaying, PIPELINE, loss_fn=loss_fn).engine
+    losses = [engine.train_batch(x, y).item() for _ in range(STEPS)]
+    batches = [(x, y)] * STEPS
+    want, _ = train_plainly(model, batches, lambda model, x, y: loss_fn(model(x), y), decaying, num=2)
+    parameters = dict(model.named_parameters())
+    agree([(losses, [], parameters_of(engine))], (want, [], parameters), whole=False)
 
 
 # ------------------------------------------------------------------------------------ as in one process

@@ -92,6 +92,8 @@ class Runner:
         self._forms: dict[Any, dict[ChunkTransfer, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
         self._calls = defaultdict[Place, _Call](_Call)
+        self._is_reached = defaultdict[int, bool](bool)
+        """Of each chunk whose inputs need gradients: True if one of them got one in this list."""
         self._awaited: dict[ChunkTransfer, Callable[[], list[Tensor]]] = {}
         """Messages that are under way to this rank, each with the function that waits for its tensors."""
         self._run: dict[Kind, Callable[[Action], None]] = {
@@ -112,9 +114,11 @@ class Runner:
 
         Raises:
             RuntimeError: a tensor has another form than with the same value before.
+            ValueError: no input of a chunk got a gradient: to zeros AdamW would add its decay.
         """
         self._calls.clear()  # a batch may have failed
         self._awaited.clear()
+        self._is_reached.clear()
         first, needed, _ = self._steps[0]
         if not needed:
             self._chunks.enter(first)
@@ -134,6 +138,11 @@ class Runner:
             for message in sends:
                 found[message] = self._send(message, known)
         self._messages.finish()
+        if lost := [chunk for chunk, is_reached in self._is_reached.items() if not is_reached]:
+            raise ValueError(
+                f"chunk {lost[0]}: expected a gradient of its input, got none in any micro-batch: freeze the "
+                "modules before it (requires_grad_(False) before initialize)"
+            )
         self._forms[shapes] = found
         while len(self._forms) > _MOST_FORMS:
             del self._forms[next(iter(self._forms))]  # the same on all ranks
@@ -212,11 +221,12 @@ class Runner:
         with self._deferring(place):
             self._chunks.backward(chunk, action in self._ends, run)
         if chunk:  # gradients of unused inputs are zero
+            inputs = [value for value in call.inputs if value.requires_grad]
             self._calls[chunk - 1, microbatch].gradients = tuple(
-                torch.zeros_like(value) if value.grad is None else value.grad
-                for value in call.inputs
-                if value.requires_grad
+                torch.zeros_like(value) if value.grad is None else value.grad for value in inputs
             )
+            if inputs:
+                self._is_reached[chunk] |= any(value.grad is not None for value in inputs)
 
     def _weight_gradient(self, action: Action) -> None:
         waiting = self._calls.pop(action.place).waiting

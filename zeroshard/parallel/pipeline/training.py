@@ -456,6 +456,8 @@ class PipelineTraining:
         loss = loss_of(last, self._loss_fn, piece, target)
         if torch.is_grad_enabled() and self._part.is_trained:
             check_loss(loss)
+        if loss.dim():
+            raise ValueError(f"expected a loss of shape [], got {list(loss.shape)}")
         if self._action.kind is Kind.FORWARD:  # a recomputation makes the same loss again
             self._losses.append((microbatch, loss.detach().float()))
         return [loss * self._factor]
