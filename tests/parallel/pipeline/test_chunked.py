@@ -96,6 +96,8 @@ def test_a_model_without_such_an_order_is_refused(model, text):
 
 CPU = torch.device("cpu")
 BLOOM = {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20}
+ZAMBA = {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]}
+ZAMBA |= {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1}
 
 
 @pytest.mark.long_where(kind=[kind for kind in KINDS if kind not in ("Llama", "GPT2")])
@@ -116,7 +118,9 @@ def test_models_whose_modules_follow_each_other_may_be_cut(kind, is_deferred):
         ("Granite", {"embedding_multiplier": 2.0}, "computes outside of these"),
         ("Granite", {"logits_scaling": 2.0}, "computes outside of these"),
         ("Cohere", {}, "computes outside of these"),  # scales logits
+        ("Starcoder2", {"embedding_dropout": 0.5}, "computes outside of these"),  # in train mode
         ("Bloom", BLOOM, "does not run without its blocks"),  # its blocks return tuples
+        ("Zamba2", ZAMBA, r"'model\.layers\.0' gets the embeddings, too"),
     ],
 )
 def test_models_that_compute_between_their_modules_are_refused(kind, sizes, why):
@@ -126,6 +130,7 @@ def test_models_that_compute_between_their_modules_are_refused(kind, sizes, why)
     with pytest.raises(ValueError, match=rf"^mesh\.pp: expected .*; got a {kind}ForCausalLM: .*{why}"):
         require_handed_on(Chunked(model), CPU)
     assert torch.equal(model(input_ids=tokens).logits, before)
+    assert not any(module.training for module in model.modules())
 
 
 class FromTokens(transformers.LlamaForCausalLM):

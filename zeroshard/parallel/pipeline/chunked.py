@@ -246,12 +246,13 @@ class Chunked:
         for module in map(self.model.get_submodule, self.outline.chunk(blocks)):
             yield from (*module.parameters(), *(one for one in module.buffers() if one not in tables))
 
-    def keep(self, runs: Sequence[range], own: Collection[int]) -> None:
+    def keep(self, runs: Sequence[range], own: Collection[int], stand_in: type[Absent] = Absent) -> None:
         """Take out the modules of other ranks; any use of their parameters is an error from now on.
 
         Args:
             runs: the blocks of each chunk of the pipeline.
             own: the chunks of this rank.
+            stand_in: the class of the stand-ins.
         """
         self._last_chunk = len(runs) - 1
         before = {p: name for name, p in self.model.named_parameters() if not p.is_meta}
@@ -261,7 +262,7 @@ class Chunked:
                 module, holder = self.model.get_submodule(name), self.model.get_submodule(parent)
                 is_added = is_embedding(module) and not self._is_sequence
                 names = [inside for inside, _ in module.named_parameters(remove_duplicate=False)]
-                absent = Absent(adds=is_added, turn=self._turn, name=name, names=names)
+                absent = stand_in(adds=is_added, turn=self._turn, name=name, names=names)
                 if chunk in own:
                     self._stand_ins.append((chunk, holder, attribute, absent))
                 else:

@@ -16,14 +16,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from zeroshard.config.pipeline import Pipeline
+from zeroshard.internals.nested import find_tensors
 from zeroshard.internals.warn import warn_user
 from zeroshard.lazy.deferred import is_known, values_of
 from zeroshard.parallel.pipeline.actions import Schedule
-from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
+from zeroshard.parallel.pipeline.chunked import (
+    Absent,
+    Chunked,
+    Outline,
+    base_of,
+    unknown_model,
+    without_adapters,
+)
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
     SampleBatch,
     count_blocks,
+    same_modes,
     same_random_numbers,
     weigh_blocks,
 )
@@ -98,6 +107,7 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
     A chunk is the whole model, in which the modules of other chunks hand on what they are given. So a model
     whose modules all hand on their input must return its input. One that scales embeddings or logits in a
     forward of its own would scale them in every chunk. One whose blocks return tuples would take them apart.
+    One that gives its blocks the embeddings as well would give them the output of the chunk before.
 
     Args:
         chunks: a `Sequential`, which is not checked, or a causal language model of transformers.
@@ -114,28 +124,40 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
     causal: Any = without_adapters(model)
     embedding = causal.get_input_embeddings()
-    with same_random_numbers(device), torch.no_grad():
+    with same_random_numbers(device), same_modes(model), torch.enable_grad():
+        model.train()  # from_pretrained gives it in eval mode, in which dropout does nothing
         placed = {
             name: (values_of(one) if is_known(one) else torch.zeros_like(one, device="cpu")).to(
                 device, copy=True
             )
             for name, one in model.named_buffers()
         }
-        value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device)
+        value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device, requires_grad=True)
         whole = Chunked(model)
-        whole.keep([range(len(outline.blocks))], [0])
+        whole.keep([range(len(outline.blocks))], [0], _OfOneValue)
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
             found = _call_with(model, placed, lambda: whole(1, [value.clone()], {}))[0]
         except Exception as error:  # of any kind: the model takes apart what its blocks return
             why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
             raise unknown_model(model, why) from error
     if not (isinstance(found, Tensor) and torch.equal(found, value)):
-        why = "its forward computes outside of these, such as a factor of embeddings or logits"
+        why = "its forward computes outside of these, such as dropout, or a factor of embeddings or logits"
         raise unknown_model(model, why)
     for module in (causal, base_of(causal)):
         if not type(module).forward.__globals__["__name__"].startswith(("transformers", "torch.")):
             why = f"the forward of {type(module).__name__} may use what the first chunk gets, as input_ids"
             raise unknown_model(model, why)
+
+
+class _OfOneValue(Absent):
+    """A stand-in that refuses a second value that needs a gradient."""
+
+    def forward(self, value: Tensor, *others: Any, **named: Any) -> Tensor:
+        if any(one.requires_grad for one in find_tensors((others, named))[0]):
+            raise RuntimeError(f"'{self._name}' gets the embeddings, too, which only the first chunk has")
+        return super().forward(value)
+
+    __call__ = forward
 
 
 def _call_with(model: nn.Module, placed: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:

@@ -95,6 +95,17 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+@contextmanager
+def same_modes(model: nn.Module) -> Iterator[None]:
+    """Give each module the mode back that it had, train or eval."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+
+
 def weigh_blocks(chunks: Chunked | TracedChunks) -> tuple[BlockProfile, ...]:
     """Return the profile of each block without a count: its time is its number of parameters."""
     found = []

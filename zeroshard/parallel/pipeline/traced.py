@@ -31,7 +31,7 @@ from torch import Tensor, fx, nn
 
 from zeroshard.internals.warn import first_of
 from zeroshard.parallel.pipeline.chunked import Outline, surroundings_of, tell_hooked
-from zeroshard.parallel.pipeline.profile import SampleBatch, same_random_numbers
+from zeroshard.parallel.pipeline.profile import SampleBatch, same_modes, same_random_numbers
 from zeroshard.plan.names import fitting
 
 Value = tuple[int, int]
@@ -145,15 +145,11 @@ def _unchanged(modules: Any) -> Iterator[None]:
 
 def _has_modes(model: nn.Module, bound: inspect.BoundArguments) -> bool:
     """True if the graphs in train mode and in eval mode differ."""
-    modes = {module: module.training for module in model.modules()}
     texts = []
-    try:
+    with same_modes(model):
         for mode in (True, False):
             model.train(mode)
             texts.append(str(torch.export.export(model, bound.args, bound.kwargs).graph))
-    finally:
-        for module, is_training in modes.items():
-            module.training = is_training
     return texts[0] != texts[1]
 
 
