@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.data.microbatch import loss_of, split_batch, to_device
+from zeroshard.parallel.pipeline.profile import same_modes
 from zeroshard.parallel.pipeline.training import PipelineTraining, next_batch
 from zeroshard.parameters.state import IN_BATCH, Moment
 
@@ -123,7 +123,9 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
         RuntimeError: another batch is under way, or a list of an asynchronous pipeline has failed.
     """
     engine._runtime.state.refuse("eval_batch()", *IN_BATCH)
-    with _evaluating(engine.module):
+    with same_modes(engine.module):
+        for module in engine.module.modules():
+            module.training = False
         if engine._pipeline is not None:
             return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]
         total = _zero(engine)
@@ -146,16 +148,3 @@ def _zero(engine: Engine) -> Tensor:
 
 def _mean(engine: Engine, loss: Tensor) -> Tensor:
     return engine._axes.dp.sum(loss, "mean of the loss")() / engine._axes.dp.size
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn off the training mode of all modules, and give each its own back."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -93,7 +93,7 @@ class Runner:
         """The forms of messages, by the shapes of the batch."""
         self._calls = defaultdict[Place, _Call](_Call)
         self._is_reached = defaultdict[int, bool](bool)
-        """Of each chunk whose inputs need gradients: True if one of them got one in this list."""
+        """By chunk: True if one of its inputs got a gradient in this list, or none needs one."""
         self._awaited: dict[ChunkTransfer, Callable[[], list[Tensor]]] = {}
         """Messages that are under way to this rank, each with the function that waits for its tensors."""
         self._run: dict[Kind, Callable[[Action], None]] = {
@@ -225,8 +225,7 @@ class Runner:
             self._calls[chunk - 1, microbatch].gradients = tuple(
                 torch.zeros_like(value) if value.grad is None else value.grad for value in inputs
             )
-            if inputs:
-                self._is_reached[chunk] |= any(value.grad is not None for value in inputs)
+            self._is_reached[chunk] |= not inputs or any(value.grad is not None for value in inputs)
 
     def _weight_gradient(self, action: Action) -> None:
         waiting = self._calls.pop(action.place).waiting
