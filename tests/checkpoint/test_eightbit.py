@@ -123,6 +123,21 @@ def test_states_are_converted_to_the_nearest_codes_and_back_at_another_layout(
     assert found["SGD8bit"][2]["momentum"] == 0.9
 
 
+@on_ranks(1)
+def test_a_conversion_does_not_depend_on_the_default_dtype(tmp_path):
+    saved(tmp_path, 3, maker("AdamW8bit", **SOME))
+    found = []
+    for default in (torch.float32, torch.bfloat16, torch.float64):
+        model = build(1)
+        torch.set_default_dtype(default)
+        engine = start(3, maker("AdamW"), model=model)
+        engine.load_checkpoint(tmp_path, convert_states=True)
+        found.append(state(engine).tensors)
+        torch.set_default_dtype(torch.float32)
+    assert found[0].keys() == found[1].keys() == found[2].keys()
+    assert all(torch.equal(value, other[name]) for other in found[1:] for name, value in found[0].items())
+
+
 # -------------------------------------------------------------------------------------------------- refused
 
 

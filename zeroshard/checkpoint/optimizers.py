@@ -448,7 +448,8 @@ def read_converted(
     num, device = part.data.numel(), part.data.device
     for key, is_signed in saved.converted.states.items():
         book, has_codes = codebook(is_signed, device), is_codes(key, saved.tensors)
-        scales = torch.empty(blocks_of(Span(0, num)).size if has_codes else 0, device=device)
+        num_scales = blocks_of(Span(0, num)).size if has_codes else 0
+        scales = torch.empty(num_scales, dtype=torch.float32, device=device)
         if has_codes:
             reader.read(part.scales(key + ABSMAX, scales))
         for start in range(0, num, _PIECE):

@@ -275,7 +275,8 @@ class Codes:
     def scales(self) -> Tensor:
         """[blocks], float32, on the CPU: the scales of the blocks that were read; 0 for others."""
         if self._scales is None:  # not while the model is built: it would get no memory
-            self._scales = torch.zeros(-(-self.weight.numel() // self.block_size), device="cpu")
+            num = -(-self.weight.numel() // self.block_size)
+            self._scales = torch.zeros(num, dtype=torch.float32, device="cpu")
         return self._scales
 
     @property

@@ -128,7 +128,7 @@ def has_kernels(device: torch.device) -> bool:
     def round_one() -> None:
         from zeroshard.stepping import bfloat16_gpu
 
-        values = torch.zeros(1, device=device)
+        values = torch.zeros(1, dtype=torch.float32, device=device)
         bfloat16_gpu.round_into(values.bfloat16(), values, 0, 0)
 
     return device.type == "cuda" and works(round_one, "triton", f"optimizer steps on {device}")

@@ -28,6 +28,7 @@ from tests.optim.eightbit.cases import (
 )
 from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import AdamW8bit
+from zeroshard.optim.eightbit.blocks import codebook
 from zeroshard.optim.eightbit.rules import SGD
 from zeroshard.optim.eightbit.step import over_threads, take_step
 from zeroshard.stepping.rounding import Bits, Rounding
@@ -85,6 +86,22 @@ def test_small_parameters_have_float32_states(name):
         twin, _ = stepped(name, 4095, 0)
         go_on(twin, PLAIN[name]([twin], **OPTIONS[name]), 5)
         torch.testing.assert_close(parameter, twin, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [4096, 300])
+def test_the_default_dtype_changes_no_number(default, size, kernel):
+    want, _ = stepped("AdamW8bit", size, 3)
+    parameter, optimizer = stepped("AdamW8bit", size, 0)
+    all_gradients = list(gradients((size,), 3))
+    codebook.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        for parameter.grad in all_gradients:
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(parameter, want)
 
 
 @pytest.mark.parametrize("shape", [(5000,), (8, 4, 257)])

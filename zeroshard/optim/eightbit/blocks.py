@@ -79,7 +79,7 @@ def dynamic_values(is_signed: bool) -> Tensor:
     Source: Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", section 2.2; rounded as
     bitsandbytes' `create_dynamic_map` rounds, so that codes mean the same there.
     """
-    parts = [torch.tensor([0.0, 1.0])]
+    parts = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for decade in range(_NUM_DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (decade if is_signed else decade + 1) + 1, dtype=torch.float32)
         magnitudes = 10.0 ** (decade - _NUM_DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)
@@ -143,7 +143,8 @@ class QuantizedState(NamedTuple):
     def zeros(num: int, book: Codebook) -> QuantizedState:
         """`num` zeros."""
         codes = torch.full((num,), book.zero, dtype=torch.uint8, device=book.values.device)
-        return QuantizedState(codes, torch.zeros(num_blocks(num), device=book.values.device), book)
+        scales = torch.zeros(num_blocks(num), dtype=torch.float32, device=codes.device)
+        return QuantizedState(codes, scales, book)
 
     def part(self, first: int, last: int) -> QuantizedState:
         """The state of a range of blocks."""
@@ -203,7 +204,7 @@ def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
             zeros = QuantizedState.zeros(parameter.numel(), codebook(is_signed, parameter.device))
             state[name], state[name + ABSMAX] = zeros.codes.view(parameter.shape), zeros.absmax
         else:
-            state[name] = torch.zeros(parameter.shape, device=parameter.device)
+            state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     return state
 
 

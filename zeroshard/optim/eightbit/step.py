@@ -103,7 +103,7 @@ def has_kernel(rule: Rule, device: torch.device, num_scalars: int) -> bool:
     def step_one() -> None:
         from zeroshard.optim.eightbit import kernels_gpu
 
-        p, g = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        p, g = torch.zeros(2, 1, dtype=torch.float32, device=device)
         states = [QuantizedState.zeros(1, codebook(is_signed, device)) for is_signed in rule.states.values()]
         kernels_gpu.step(rule, p, g, states, (1.0,) * num_scalars)
 
