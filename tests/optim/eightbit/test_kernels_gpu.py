@@ -1,5 +1,9 @@
 """The kernels of a GPU: in Triton's interpreter, compiled without a GPU, and on one."""
 
+import pytest
+
+pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
+
 import functools
 import json
 import os
@@ -9,7 +13,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -21,8 +24,6 @@ from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.rules import ADAM, LION
 from zeroshard.stepping import attach, rounding
 from zeroshard.stepping.rounding import Bits, has_kernels
-
-pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
 
 # One whole program and one that is cut; a block and a part of one, which shows how that is filled up.
 STEPS = ["bf16 Adam:2309", "LAMB:300", "exact LAMB:300"]
