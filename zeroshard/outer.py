@@ -22,6 +22,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -102,11 +103,6 @@ class OuterStep:
     def is_mean(self) -> bool:
         """True if an outer step is the mean of the replicas, which needs no anchor."""
         return self.lr == 1.0 and self.momentum == 0.0
-
-    @property
-    def key(self) -> str:
-        """The name in checkpoints; what is under way in another schedule is none of this one."""
-        return f"outer_{self.every}_{self.warmup}_{self.fragments}_{self.delay}"
 
     def fragment_begun(self, step: int) -> int | None:
         """The fragment whose values are sent after a step, if any; steps count from 1."""
@@ -212,15 +208,18 @@ class OuterSteps:
 
     @property
     def kept(self) -> dict[str, Kept]:
-        """All that a checkpoint holds, by name."""
-        parts: dict[str, Kept] = {"": self}
+        """All that a checkpoint holds, by names of this schedule: what is under way is of no other one."""
+        policy, parts = self._policy, dict[str, Kept]({"": self})
+        key = f"outer_{policy.every}_{policy.warmup}_{policy.fragments}_{policy.delay}"
         if self._anchors:
             parts["_anchor"] = _Slices(lambda: self._at_rest(self._anchors), self._reset_anchors)
         if self._momenta:
             parts["_momentum"] = _Slices(lambda: self._at_rest(self._momenta), self._reset_momenta)
-        if self._policy.delay:
+        if policy.delay:
             parts["_sent"] = _Slices(self._arrived, self._expect_all)
-        return {self._policy.key + name: part for name, part in parts.items()}
+            names = [sorted(p.fqn for buffer in one for p in buffer.sharded) for one in self._fragments]
+            key += f"_{crc32(repr(names).encode())}"  # values are under way for these parameters alone
+        return {key + name: part for name, part in parts.items()}
 
     @property
     def num_updates(self) -> int:
@@ -378,8 +377,9 @@ def check_kept(folder: Path, saved: Container[str], present: Iterable[str]) -> N
     """
     if any(name.startswith("outer_") and name not in saved for name in present):
         raise ValueError(
-            f"'{folder}' was saved with another outer_step: expected the same one; to begin anew from the "
-            f"values of one replica, load '{folder.parent}/replica-0' on all ranks"
+            f"'{folder}' was saved with another outer_step, or one with `delay` for other units or trained "
+            "parameters: expected the same; to begin anew from the values of one replica, load "
+            f"'{folder.parent}/replica-0' on all ranks"
         )
 
 
