@@ -180,6 +180,19 @@ def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoin
     assert resumed.engine.global_step == 6
 
 
+@on_ranks(2, timeout=120)
+def test_an_epoch_whose_samples_are_drawn_from_a_default_generator_goes_on_with_the_same_ones(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "train_sampling_strategy": "group_by_length"}
+    with accelerate_state():
+        whole = trainer(tmp_path, {"stage": 3}, **options)
+        whole.train()
+        expected = full_state_dict(whole)
+        whole.engine.close()
+        resumed = trainer(tmp_path, {"stage": 3}, **options)
+        resumed.train(f"{tmp_path}/checkpoint-1")
+    assert largest_difference(full_state_dict(resumed), expected) == 0
+
+
 @pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_early_stopping_loads_the_best_model_which_from_pretrained_reads(tmp_path):

@@ -13,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import TrainerState
 
+from zeroshard.checkpoint import rng
 from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
@@ -197,8 +198,10 @@ class ZeroShardMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        schedule = self._sharded.load_checkpoint(checkpoint, TAG)["lr_scheduler"]
-        self.lr_scheduler.load_state_dict(schedule)
+        engine, device = self._sharded, self.args.device
+        generators = rng.capture(device)
+        self.lr_scheduler.load_state_dict(engine.load_checkpoint(checkpoint, TAG)["lr_scheduler"])
+        rng.restore(generators, device)  # the Trainer restores them after samplers have drawn the epoch anew
 
     def _load_best_model(self) -> None:
         self._sharded.load_checkpoint(self.state.best_model_checkpoint, TAG, optimizer=False)
