@@ -438,26 +438,21 @@ def test_a_step_that_waits_is_not_taken_by_an_engine_that_goes_and_keeps_nothing
 
 @pytest.mark.parametrize("how", ["unit", "end"])
 @on_ranks(2)
-def test_after_a_step_that_failed_nothing_is_saved_or_stepped(how):
-    """It fails for a unit in a forward, or at its end before somebody looks."""
+def test_after_a_step_that_failed_nothing_is_saved_or_stepped_until_a_load(how, tmp_path):
+    """It fails for units in a forward, or at its end before somebody looks."""
     with waiting(True):
         engine = runs.start({"stage": 3}, OPTIMIZERS["AdamW"])
         runs.train(engine, range(2))
+        engine.save_checkpoint(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
-            take = LateSteps._step
-
-            def fails(steps, unit):
-                if unit.name == "blocks.1":
-                    steps._left[unit] = [lambda: 1 / 0]
-                take(steps, unit)
-
             if how == "end":
                 patch.setattr(StepByParts, "_end_step", lambda _: 1 / 0)
-                runs.train(engine, [2])
-            else:
-                patch.setattr(LateSteps, "_step", fails)
+            losses = runs.train(engine, [2])
+            for unit, calls in engine._runtime.state.steps._left.items():
+                if unit.name and how == "unit":
+                    calls[:] = [lambda: 1 / 0]
             with pytest.raises(ZeroDivisionError):
-                runs.token_loss(engine, 2).backward()
+                runs.token_loss(engine, 3).backward()
         message = runs.refusal(lambda: engine.save_checkpoint("never"))
         assert "an exception has ended the last step" in message
         assert "Load the last checkpoint" in message
@@ -470,6 +465,9 @@ def test_after_a_step_that_failed_nothing_is_saved_or_stepped(how):
         ]
         for call in refused:
             assert "has ended the last step in a forward" in runs.refusal(call)
+        engine.load_checkpoint(tmp_path)
+        assert runs.train(engine, [2]) == losses
+        runs.train(engine, [3])
         engine.close(restore=False)
 
 

@@ -170,14 +170,15 @@ class LateSteps(Steps):
         with ExitStack() as modes, torch.inference_mode(False), torch.no_grad(), self.unseen(), no_cast:
             for _ in range(torch._C._len_torch_dispatch_stack() - self._num_modes):
                 modes.enter_context(_pop_mode_temporarily())  # a selective checkpoint counts calls
-            for call in self._left.pop(unit):
+            for call in self._left.pop(unit, ()):  # none: dropped after an exception
                 self._run(call)
 
     def _run(self, call: Call) -> None:
-        """Run a part of a step; after its exception the step has failed."""
+        """Run a part of a step; after its exception the step has failed, and the rest of it is dropped."""
         try:
             call()
         except BaseException:
+            self._left, self._end = {}, object
             self._state.fail_step()
             raise
 
