@@ -223,7 +223,7 @@ def _part_of_model(
     if isinstance(optimizer, Optimizer):
         raise ValueError(
             f"mesh.pp={config.mesh.pp}: expected a callable that makes the optimizer from the parameters of "
-            f"this rank's part of the model, got a {type(optimizer).__name__} over all of them"
+            f"this rank's part of the model, got {type(optimizer).__name__} over all of them"
         )
     if any(isinstance(module, Absent) for module in model.modules()):
         raise ValueError(

@@ -69,7 +69,7 @@ def check_tag(tag: object) -> str:
     if not isinstance(tag, str) or not _is_tag(tag) or tag in _TAKEN:
         raise ValueError(
             f"tag: expected a name of up to {_MAX_TAG_BYTES} bytes without {' '.join(sorted(_NOT_IN_TAGS))}, "
-            f"without a dot at its start or a space at an end, and not {', '.join(map(repr, _TAKEN))}; got "
+            f"without a dot or a space at an end, and not {', '.join(map(repr, _TAKEN))}; got "
             f"{tag!r:.300}"
         )
     return tag
