@@ -266,8 +266,8 @@ def _a_step_hides_what_is_copied_along_with_it(bench: Bench, patch: pytest.Monke
     """The host casts main parameters after each step, though the step has written the cast ones, too."""
     stepped = MainStore.stepped
 
-    def loses_copy(store: MainStore, values: Tensor, start: int, num: int) -> None:
-        stepped(store, values, start, num)
+    def loses_copy(store: MainStore, values: Tensor, start: int, before: object) -> None:
+        stepped(store, values, start, before)
         store.copied = None
 
     patch.setattr(MainStore, "stepped", loses_copy)

@@ -39,6 +39,7 @@ from zeroshard.internals.dispatch import compute_past_guards, past_guards
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import ModuleState, Moment, Phase, Steps
 from zeroshard.plan.cuts import Cut
+from zeroshard.plan.tiers import Tier
 
 _LAYERS = ("torch.nn.functional", "torch._C._nn")
 """The modules of functions that compute with a whole weight: refused for a slice even if the shapes fit."""
@@ -120,6 +121,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         unit_name: the name of its unit.
         full_shape: the shape of the original parameter, also where tensor ranks hold a part of it each.
         is_partial: True if the slice can be less than the whole.
+        tier: where it rests.
         cut, tp_rank: the cut of the original over tensor ranks, if there is one; the number of this part.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
@@ -137,6 +139,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
     is_trained: bool
     unsharded: Callable[[], nn.Parameter | None]
     own_dtype: torch.dtype
+    tier: Tier = Tier.DEVICE
     cut: Cut | None = None
     tp_rank: int = 0
     _gradient: Tensor | None = None
@@ -365,8 +368,8 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     if stepped:
         if refusal := stepped[0].state.refusal:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
-        # Parameters without gradients are not stepped, or a backward has stepped and noted them.
-        torch.autograd.graph.increment_version([p for p in stepped if gradient_of(p) is not None])
+        # Others are stepped elsewhere; who brings them back notes it, and which copies stay current.
+        torch.autograd.graph.increment_version([p for p in stepped if p.tier is Tier.DEVICE])
 
 
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:

@@ -80,12 +80,6 @@ class MainStore(Store):
             self.copy = Store(memory, context.memory, plan.copy_tier)
         self.copied: Hashable = self.version
         """The version of the main parameters that `copy` has; None: its values are those of no version."""
-        self.num_elements = main.numel()
-        """The number of main parameters, without padding."""
-        self._num_copied: dict[int, int] = {}
-        """The number of those that steps have written to `copy`, by their start; nothing else was written."""
-        self._written = self.version
-        """The version that the last of these steps has left."""
         context.memory.evict(main)
 
     # -- values ---------------------------------------------------------------------------------------
@@ -104,30 +98,20 @@ class MainStore(Store):
         self.store(values)
         mark_here(self._context.device).synchronize()
 
-    def begin_part(self) -> None:
-        """Note that a part of the main parameters is read, to be stepped elsewhere."""
-        if self.version != self._written:
-            self._num_copied = {}
-
-    def stepped(self, values: Tensor, start: int, num: int) -> None:
-        """Note that a part of the main parameters was written elsewhere; `copy` gets it, too.
-
-        Each part outdates the copy. It is current again with the last one, if nothing else was written.
+    def stepped(self, values: Tensor, start: int, before: Hashable) -> None:
+        """Note that a part of the main parameters was written elsewhere; `copy` gets it if it was current.
 
         Args:
             values: the part where it is now. The current stream copies it.
             start: the first of its elements, counted in `main`.
-            num: their number without padding.
+            before: the version that `main` had before the part was stepped.
         """
-        self.changed()
         # Of resident parameters the copy is a part, which a backward still reads.
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
-        if self.copy is not None and not is_in_use:
+        self.changed()
+        if self.copy is not None and self.copied == before and not is_in_use:
             self.copy.store(values, start)
-            self._num_copied[start] = num
-            self._written = self.version
-            if sum(self._num_copied.values()) == self.num_elements:
-                self.copied = self.version
+            self.copied = self.version
         self._stepped = mark_here(self._context.device)
 
     # -- gathers --------------------------------------------------------------------------------------
@@ -236,7 +220,6 @@ class FlatBuffer:
         """The version of the values that `full` has; None: it is to be filled anew."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
-        self.store.num_elements = sum(map(Tensor.numel, self.sharded))
         self.unsharded = tuple(unsharded for _, unsharded in pairs)
         self._edit_counts = [*map(_edit_count_of, self.unsharded)]
         """The edits of each unsharded parameter up to the last look, as torch counts them: [Note: Edits]."""
@@ -275,6 +258,7 @@ class FlatBuffer:
             unit_name=self.unit_name,
             full_shape=self.whole_shapes[index],
             is_partial=self.is_partial or original.cut is not None,
+            tier=self.plan.main_tier,
             cut=original.cut,
             tp_rank=self._context.axes.tp.rank,
             state=self._context.state,

@@ -103,18 +103,17 @@ class StoreHome(Home):
         counting = [group for group in stepped.param_groups if group.get("fused") or group.get("capturable")]
         counts = {p for group in counting for p in group["params"]}
         try:
-            parcel.buffer.store.begin_part()
             piece = self._pieces.fetch(parcel)
             stepped.state = near = parcel.hold(piece.memory, states, self._starts, counts)
+            store, before = parcel.buffer.store, parcel.buffer.store.version
             yield
-            store = parcel.buffer.store
             with torch.no_grad():
                 written = parcel.pack(piece.memory, near, states)
                 with self._pieces.streams.to_host.here():
                     store.follow_copies()
                 with self._pieces.writing(written, piece):
                     if parcel.main:
-                        store.stepped(parcel.main_in(piece.memory), parcel.start, parcel.num_elements)
+                        store.stepped(parcel.main_in(piece.memory), parcel.start, before)
         except BaseException:
             self._pieces.join()
             mark_here(self._pieces.memory.device).synchronize()  # it may read states and gradients there
@@ -166,7 +165,7 @@ class _StepParcel:
         spans = {p: span if within is None else within.shifted(span.start) for p, span in own.items()}
         is_whole = len(indices) == len(buffer.sharded) and within is None
         filled = [span for span in spans.values() if span.size]
-        self.start = 0 if is_whole else min((span.start for span in filled), default=buffer.main.numel())
+        self.start = 0 if is_whole else min((span.start for span in filled), default=0)
         """The first element, counted in the main parameters of the buffer."""
         stop = buffer.main.numel() if is_whole else max((span.stop for span in filled), default=0)
         self._main = buffer.main[self.start : stop]
@@ -178,8 +177,6 @@ class _StepParcel:
             p: span.shifted(-self.start).slice if span.size else slice(0, 0) for p, span in spans.items()
         }
         """The elements of each parameter, counted from the first one here."""
-        self.num_elements = sum(span.size for span in filled)
-        """The number of them, without padding."""
         self.state_places: list[Tensor] = []
         """The places of states."""
         self._spans: list[slice] = []
