@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zeroshard.data.microbatch import loss_of, split_batch, to_device
+from zeroshard.data.microbatch import loss_of, micro_batches
 from zeroshard.parallel.pipeline.profile import same_modes
 from zeroshard.parallel.pipeline.training import PipelineTraining, next_batch
 from zeroshard.parameters.state import IN_BATCH, Moment
@@ -41,7 +41,7 @@ def train_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     if engine._pipeline is not None:
         return _train_pipeline(engine, engine._pipeline, iter([(inputs, targets)]), 1)[0]
     total = _zero(engine)
-    for piece, target in _pieces(engine, inputs, targets):
+    for piece, target in micro_batches((inputs, targets), engine._num_micro_batches, engine.device):
         loss = loss_of(engine, engine.loss_fn, piece, target)
         total += engine._backward(loss, engine._num_micro_batches, engine._early).float()
         engine.step()
@@ -129,16 +129,9 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
         if engine._pipeline is not None:
             return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]
         total = _zero(engine)
-        for piece, target in _pieces(engine, inputs, targets):
+        for piece, target in micro_batches((inputs, targets), engine._num_micro_batches, engine.device):
             total += loss_of(engine, engine.loss_fn, piece, target).float()
     return _mean(engine, total / engine._num_micro_batches)
-
-
-def _pieces(engine: Engine, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
-    """The micro-batches, on the device."""
-    num, device = engine._num_micro_batches, engine._runtime.context.device
-    for piece, target in zip(split_batch(inputs, num), split_batch(targets, num), strict=True):
-        yield to_device(piece, device), to_device(target, device)
 
 
 def _zero(engine: Engine) -> Tensor:

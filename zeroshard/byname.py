@@ -77,12 +77,13 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
         ValueError: the model has no such parameter, ranks give different names, or only some ranks have a
             gradient.
     """
-    call = "full_gradient()"
-
-    def tell(place: Whole) -> str:
-        return "no gradient" if place.gradient is None else "a gradient"
-
-    agreed = _agree(engine._runtime, call, name, tell, reduces=True)
+    agreed = _agree(
+        engine._runtime,
+        "full_gradient()",
+        name,
+        lambda place: "no gradient" if place.gradient is None else "a gradient",
+        reduces=True,
+    )
 
     def read(place: Whole) -> dict[str, Tensor]:
         return {} if (gradient := place.gradient) is None else {name: place.gather(gradient)}

@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None
     "values": (0, lambda: failing_sync(VALUES), VALUES),
     "manifest": (0, lambda: failing_sync(MANIFEST), MANIFEST),
     "directory": (0, lambda: failing_sync(".new.0.tmp"), ".new.0.tmp"),
-    "name": (0, lambda: failing_sync(".new.tmp"), ".new.tmp"),
+    "name": (0, lambda: failing_sync(".new.name.tmp"), ".new.name.tmp"),
     "not shared": (1, lambda: mock.patch.object(Path, "is_dir", return_value=False), ".new.0.tmp"),
 }
 """By name: the rank that it befalls, the fault, and the file that the error must name."""

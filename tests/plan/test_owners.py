@@ -34,7 +34,7 @@ def loads(items, owners, num_ranks):
 @given(sharded())
 def test_every_owner_gets_each_element_once_and_none_that_it_holds(case):
     items, num_ranks = case
-    owners = choose_owners(items, num_ranks)
+    owners = choose_owners(items, num_ranks, {})
     moves = inward(items, owners)
     for number, (item, owner) in enumerate(zip(items, owners, strict=True)):
         own = item.held[owner]
@@ -50,7 +50,7 @@ def test_every_owner_gets_each_element_once_and_none_that_it_holds(case):
 @given(sharded())
 def test_every_rank_gets_the_update_of_what_it_holds_unless_it_computes_it(case):
     items, num_ranks = case
-    owners = choose_owners(items, num_ranks)
+    owners = choose_owners(items, num_ranks, {})
     got = {(move.item, move.target): (move.source, move.span) for move in outward(items, owners)}
     want = {
         (number, rank): (owners[number], span)
@@ -72,7 +72,7 @@ def test_the_busiest_rank_has_at_most_grahams_bound_of_the_least_possible(costs,
     choices = itertools.product(range(num_ranks), repeat=len(items))
     least = min(max(loads(items, owners, num_ranks)) for owners in choices)
     bound = (1 + SLACK) * (4 / 3 - 1 / (3 * num_ranks))
-    assert max(loads(items, choose_owners(items, num_ranks), num_ranks)) <= bound * least
+    assert max(loads(items, choose_owners(items, num_ranks, {}), num_ranks)) <= bound * least
 
 
 @given(sharded(), st.data())

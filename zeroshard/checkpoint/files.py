@@ -223,9 +223,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    # Not the directory that a generation of another tag is written to, as `.v1.0.tmp` for v1.
-    name = f"{path.name}.name" if _GENERATION.fullmatch(path.name) else path.name
-    temporary = path.with_name(f".{name}.tmp")
+    # No generation of another tag is written there, as of v1 to `.v1.0.tmp`.
+    temporary = path.with_name(f".{path.name}.name.tmp")
     try:
         write_synced(temporary, f"{text}\n".encode())
         os.replace(temporary, path)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.agreement import require_equal
+from zeroshard.agreement import require_equal, require_same
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.capture import EngineState, averaged_buffers, sums_of, with_averages
 from zeroshard.checkpoint.files import TENSORS, VALUES, as_folder, find
@@ -94,12 +94,13 @@ def load_checkpoint(
     outer = parts.runtime.context.axes.outer
     with torch.inference_mode(False):  # tensors that are made here are trained
         loading = on_replicas(outer, lambda: _load(parts, dir, tag, restore_hyperparameters, convert_states))
-    steps = outer.all_gather_object(loading.stored.manifest.global_step, "steps of checkpoints")
-    require_equal(
-        [f"step {number}" for number in steps],
+    require_same(
+        outer,
+        [f"step {loading.stored.manifest.global_step}"],
         lambda found: RuntimeError(
             f"'{dir}': the replicas have checkpoints of other steps: {found}: give a tag"
         ),
+        "steps of checkpoints",
     )
     engine._runtime.state.end_step()
     engine.zero_grad()

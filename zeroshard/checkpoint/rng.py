@@ -8,6 +8,8 @@ from typing import Any, cast
 import numpy
 import torch
 
+from zeroshard.parallel.pipeline.profile import same_random_numbers
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The states of Python's, torch's and NumPy's default generators."""
@@ -39,11 +41,8 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
 
 def check(states: dict[str, Any], device: torch.device) -> None:
     """Raise an error of any kind unless they are states of generators, which go on as they are."""
-    before = capture(device)
-    try:
+    with same_random_numbers(device):
         restore(states, device)
-    finally:
-        restore(before, device)
 
 
 def derive(seed: int, rank: int, step: int) -> None:

@@ -112,7 +112,7 @@ class Messages:
         """
         if forms is None:
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            work = self.transfer(header, source, on_host=True)
+            work = self.transfer(header, source, self.rank, on_host=True)
 
             def arrived_first() -> list[Tensor]:
                 self.wait([work], f"forms of the {label}", on_host=True)
@@ -120,7 +120,7 @@ class Messages:
 
             return arrived_first
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
-        works = [self.transfer(_bytes_of(tensor), source) for tensor in tensors if tensor.numel()]
+        works = [self.transfer(_bytes_of(tensor), source, self.rank) for tensor in tensors if tensor.numel()]
 
         def arrived() -> list[Tensor]:
             self.wait(works, label)
@@ -153,16 +153,15 @@ class Messages:
         self._axis.start(wait_on_stream, label)
 
     def transfer(
-        self, values: Tensor, source: int, target: int | None = None, *, on_host: bool = False
+        self, values: Tensor, source: int, target: int, *, on_host: bool = False
     ) -> dist.Work | None:
         """Begin to send values to another pipeline rank, or to receive them.
 
         Args:
             values: the memory.
-            source, target: the pipeline ranks; without a target, this rank receives.
+            source, target: the pipeline ranks, one of which is this rank.
             on_host: True for forms, which lie on the CPU, and have an order of their own.
         """
-        target = self.rank if target is None else target
         call, peer = (dist.isend, target) if source == self.rank else (dist.irecv, source)
         own = self._groups.get((source, target), self._axis.groups[GATHER])
         group = self._axis.control if on_host else own

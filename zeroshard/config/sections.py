@@ -320,7 +320,7 @@ class Config(Checked):
             # A trace has the operations of whole layers of modules, not the calls of modules, at which
             # values are cast.
             (self.pipeline.trace, "pipeline.trace", undivided, not_compiled, not_overridden),
-            *self._asynchronous_requirements(unclipped, unjudged, not_half, not_compiled),
+            *self._asynchronous_requirements(unclipped, unjudged, not_half, not_narrow, not_compiled),
             # Gradients of ignored parameters are neither unscaled nor widened.
             (bool(self.ignored), "ignored", not_half, not_narrow),
         ]
@@ -342,7 +342,12 @@ class Config(Checked):
         return self.offload.step_in_backward if can or self.offload.step_in_backward else False
 
     def _asynchronous_requirements(
-        self, unclipped: Condition, unjudged: Condition, not_half: Condition, not_compiled: Condition
+        self,
+        unclipped: Condition,
+        unjudged: Condition,
+        not_half: Condition,
+        not_narrow: Condition,
+        not_compiled: Condition,
     ) -> list[Requirement]:
         """The settings that do not go together with the steps of an asynchronous pipeline."""
         pipeline, pp = self.pipeline, self.mesh.pp
@@ -350,7 +355,6 @@ class Config(Checked):
             return []
         method, correction = pipeline.chosen_weights, pipeline.chosen_correction
         key = "pipeline.schedule" if pipeline.weights is None else "pipeline.weights"
-        wide = (self.precision.main_dtype != dtype_of("bfloat16"), "precision.main_dtype", _WIDE)
         tiers = ("offload.optimizer", self.offload.optimizer), ("offload.parameters", self.offload.parameters)
         near = [(tier == "none", name, "'none'") for name, tier in tiers]
         not_ignored = (not self.ignored, "ignored", "None")
@@ -371,7 +375,7 @@ class Config(Checked):
             (True, key, (self.recompute != "auto", "recompute", "'none', 'lean' or 'unit'")),
             (method not in NEWEST_WEIGHTS, key, resharded),
             (method not in NEWEST_WEIGHTS or spikes, key, *near),
-            (method in MOVED_WEIGHTS or spikes, key, wide),
+            (method in MOVED_WEIGHTS or spikes, key, not_narrow),
             (method == "double", key, has_enough),
         ]
 

@@ -177,14 +177,13 @@ class _EpochIterator(Iterator[Any]):
     ) -> None:
         self._loader, self._batches, self._data_position = loader, batches, data_position
         self._start, self._batch_size = replace(data_position), batch_size  # over all ranks
-        self._num_batches = 0
+        self._consumed = data_position.position
 
     def __next__(self) -> Any:
         # Without workers torch begins to iterate over the sampler as late as here, at the first batch.
         self._loader.sampler.begin_at(self._start)
         # Counted even if loading fails: a loop that goes on gets the next batch.
-        self._num_batches += 1
+        self._consumed += self._batch_size
         batch = next(self._batches)
-        consumed = self._start.position + self._num_batches * self._batch_size
-        self._data_position.position = min(consumed, len(self._loader.dataset))  # type: ignore[arg-type]
+        self._data_position.position = min(self._consumed, len(self._loader.dataset))  # type: ignore[arg-type]
         return to_device(batch, self._loader.device)

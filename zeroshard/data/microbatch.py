@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -76,6 +76,14 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value
     leaves, structure = pytree.tree_flatten(value, is_leaf=lambda part: hasattr(part, "to"))
     return pytree.tree_unflatten(map(move, leaves), structure)
+
+
+def micro_batches(
+    batch: tuple[Any, Any], num: int, device: torch.device, key: str = "gradient_accumulation_steps"
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the micro-batches of inputs and targets, on a device; see `split_batch` and `to_device`."""
+    for inputs, targets in zip(*(split_batch(value, num, key) for value in batch), strict=True):
+        yield to_device(inputs, device), to_device(targets, device)
 
 
 # ------------------------------------------------------------------------------------------------ losses

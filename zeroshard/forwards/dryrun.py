@@ -261,5 +261,4 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))  # like the query, the keys and the values

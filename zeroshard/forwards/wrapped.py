@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.internals import pytree
-from zeroshard.internals.nested import cast_inputs, change_tensors
+from zeroshard.internals.nested import cast_inputs, change_tensors, find_tensors
 from zeroshard.plan.names import Cast
 from zeroshard.sharding.context import Changes
 from zeroshard.sharding.unit import Unit
@@ -200,7 +199,7 @@ def _casting(
     without = cast.without or cast.dtype
 
     def cast_around(*args: Any, **kwargs: Any) -> Any:
-        first = _first_float(args, kwargs)
+        first = next((t for t in find_tensors((args, kwargs))[0] if t.is_floating_point()), None)
         back = without if first is None else first.dtype
         args, kwargs = cast_inputs(module, args, kwargs, dtype=cast.dtype, in_lists=in_lists)
         kind = (next(module.parameters()) if first is None else first).device.type
@@ -211,12 +210,3 @@ def _casting(
         return change_tensors(output, lambda t: t.to(back) if t.dtype == cast.dtype else t)
 
     return cast_around
-
-
-def _first_float(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The first floating-point tensor among arguments; None if there is none."""
-    for value in (*args, *kwargs.values()):
-        for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                return leaf
-    return None

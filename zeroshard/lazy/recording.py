@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
@@ -120,7 +120,7 @@ class OperationRecorder(TorchDispatchMode):
         run_args, run_kwargs = pytree.tree_map_only(
             Tensor,
             lambda t: t.clone() if has_memory(t) else View.of(t, deferred[id(t)]),
-            (args, kwargs | ({"generator": None} if "generator" in kwargs else {})),
+            (args, _with(kwargs, generator=None)),
         )
         fills = func._schema.name in _FILLS and View.of(args[0], deferred[id(args[0])]).is_whole
         overwrites = {deferred[id(args[0])]} if fills else set()
@@ -169,17 +169,19 @@ class OperationRecorder(TorchDispatchMode):
         return state
 
 
+def _with(kwargs: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return keyword arguments with other values for some of them, if they are there."""
+    return kwargs | {name: value for name, value in others.items() if name in kwargs}
+
+
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the meta device; tensors that it writes to are changed in place."""
-    if "generator" in kwargs:
-        kwargs = kwargs | {"generator": None}
-    if "device" in kwargs:
-        kwargs = kwargs | {"device": _META}
+    on_meta = args, _with(kwargs, generator=None, device=_META)
     try:
-        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_META), (args, kwargs))
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_META), on_meta)
         return func(*meta_args, **meta_kwargs)
     except NotImplementedError:  # the shape depends on the values
-        real_args, real_kwargs = values_in((args, kwargs | ({"device": _CPU} if "device" in kwargs else {})))
+        real_args, real_kwargs = values_in((args, _with(kwargs, generator=None, device=_CPU)))
         return pytree.tree_map_only(Tensor, lambda t: t.to(_META), func(*real_args, **real_kwargs))
 
 
@@ -203,8 +205,7 @@ _CHANGED = (
 )
 
 
-@contextmanager
-def deferred_init() -> Iterator[None]:
+def deferred_init() -> AbstractContextManager[None]:
     """Build a model without memory: `with zeroshard.deferred_init(): model = Net()`.
 
     Parameters and buffers are on the meta device afterwards. `initialize` and `shard` give them the
@@ -215,8 +216,7 @@ def deferred_init() -> Iterator[None]:
 
     Initialize weights inside the block: changes after it are refused.
     """
-    with recording("zeroshard.deferred_init()", loads=False):
-        yield
+    return recording("zeroshard.deferred_init()", loads=False)
 
 
 def refuse_recording(what: str) -> None:

@@ -245,7 +245,8 @@ def method_of(part: ModelPart, runtime: Runtime, optimizer: Optimizer | None) ->
             corrected = spike_compensated(optimizer)
         if (name := NOTED_CHANGES.get(weights)) is not None:
             trained = [buffer for buffer in runtime.buffers if buffer.trainable]
-            change = NotedChange(optimizer, trained, name, is_mean=weights == "estimate")
+            decay = pipeline.decay if weights == "estimate" else 0.0
+            change = NotedChange(optimizer, trained, name, decay)
         elif weights in MOVED_WEIGHTS:
             change = UpdateChange(optimizer, f"pipeline.weights={weights!r}")
     return AsynchronousMethod(runtime, part, change, corrected)

@@ -74,8 +74,8 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The first element of each parameter: a multiple of BLOCK."""
-        ends = accumulate(round_up(size, BLOCK) for size in self.sizes)
-        return tuple(end - round_up(size, BLOCK) for end, size in zip(ends, self.sizes, strict=True))
+        *starts, _ = accumulate((round_up(size, BLOCK) for size in self.sizes), initial=0)
+        return tuple(starts)
 
     @cached_property
     def total(self) -> int:

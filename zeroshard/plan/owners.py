@@ -50,7 +50,7 @@ class Send(NamedTuple):
     span: Span
 
 
-def choose_owners(items: Sequence[Item], num_ranks: int, kept: Mapping[int, int] | None = None) -> list[int]:
+def choose_owners(items: Sequence[Item], num_ranks: int, kept: Mapping[int, int]) -> list[int]:
     """Choose the rank that computes each item; see [Note: Choice of owners].
 
     Args:
@@ -62,7 +62,6 @@ def choose_owners(items: Sequence[Item], num_ranks: int, kept: Mapping[int, int]
     Returns:
         The owner of each item.
     """
-    kept = kept or {}
     order = sorted(set(range(len(items))) - kept.keys(), key=lambda number: (-items[number].cost, number))
 
     def deal(most: int) -> tuple[dict[int, int], int]:

@@ -45,8 +45,7 @@ def near_parts(plan: BufferPlan) -> list[range]:
 
 def slice_sizes(plan: BufferPlan) -> list[int]:
     """Return the elements of each parameter that the rank has which holds most of it."""
-    most = plan.layout.shard_size if plan.is_partial else plan.layout.total
-    return [min(size, most) for size in plan.layout.sizes]
+    return [min(size, plan.main_size) for size in plan.layout.sizes]
 
 
 def cut(size: int, most: int) -> list[Span]:

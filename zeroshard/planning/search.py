@@ -31,9 +31,14 @@ from zeroshard.comm.streams import Stopwatch
 from zeroshard.config.sections import Config
 from zeroshard.forwards.dryrun import LossOf
 from zeroshard.internals import pytree
-from zeroshard.internals.nested import find_tensors
 from zeroshard.memory.activations import OneOfMany
-from zeroshard.parallel.pipeline.profile import SampleBatch, SampleSource, same_random_numbers, sample_of
+from zeroshard.parallel.pipeline.profile import (
+    SampleBatch,
+    SampleSource,
+    same_random_numbers,
+    sample_of,
+    sum_of,
+)
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.planning.machine import Cluster, measure_machine
@@ -377,8 +382,6 @@ def _loss_of(batch: SampleBatch, source: SampleSource) -> LossOf:
         args, more = pytree.tree_map_only(Tensor, lambda one: one.to(device), (batch.inputs, named))
         output = runs(*args, **more)
         own: Tensor | None = getattr(output, "loss", None)
-        if own is not None:
-            return own
-        return torch.stack([one.sum() for one in find_tensors(output)[0] if one.requires_grad]).sum()
+        return sum_of(output) if own is None else own
 
     return loss_of

@@ -16,10 +16,8 @@ from zeroshard.parallel.pipeline.actions import (
     ChunkTransfer,
     Kind,
     Schedule,
-    needed_actions,
     parse_action,
     parse_schedule,
-    plan_exchanges,
     plan_posts,
     with_sharding,
 )
@@ -112,13 +110,13 @@ def test_messages_of_two_ranks_have_one_order_and_an_action_receives_all_that_it
 ) -> None:
     sent: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
     received: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
-    for rank, exchanges in enumerate(plan_exchanges(schedule)):
+    for rank, exchanges in enumerate(schedule.exchanges):
         for transfer in (transfer for one in exchanges for transfer in (*one.receives, *one.sends)):
             assert rank in (transfer.source, transfer.target)
             (sent if rank == transfer.source else received)[transfer.source, transfer.target].append(transfer)
     assert sent == received
-    needed = needed_actions(schedule)
-    for rank, exchanges in enumerate(plan_exchanges(schedule)):
+    needed = schedule.needed
+    for rank, exchanges in enumerate(schedule.exchanges):
         assert tuple(each.action for each in exchanges) == schedule.lists[rank]
         there: set[ChunkTransfer] = set()
         for exchange in exchanges:
@@ -133,7 +131,7 @@ def test_messages_of_two_ranks_have_one_order_and_an_action_receives_all_that_it
 
 def test_a_message_that_overtakes_in_the_receivers_list_waits_in_its_memory() -> None:
     schedule = parse_schedule("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0")
-    first = plan_exchanges(schedule)[1][0]
+    first = schedule.exchanges[1][0]
     assert str(first.action) == "1F1"
     assert [str(transfer.action) for transfer in first.receives] == ["0F0", "0F1"]
 
@@ -148,7 +146,7 @@ def test_a_chunk_is_unsharded_once_a_batch() -> None:
 def test_receives_are_posted_in_order_and_few_of_them_early(
     schedule: Schedule,
 ) -> None:
-    for steps in plan_exchanges(schedule):
+    for steps in schedule.exchanges:
         users = [number for number, step in enumerate(steps) for _ in step.receives]
         posted: list[ChunkTransfer] = []
         for number, posts in enumerate(plan_posts(steps)):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import (
     ActionCosts,
@@ -45,7 +45,7 @@ def test_each_action_starts_as_soon_as_its_rank_and_what_it_needs_allow(
     """Against the longest path through the graph of actions, found without lists of messages."""
     timeline = simulate(schedule, costs)
     spans = {span.action: span for own in timeline.spans for span in own}
-    needed = needed_actions(schedule)
+    needed = schedule.needed
     for rank, own in enumerate(timeline.spans):
         assert tuple(span.action for span in own) == schedule.lists[rank]
         for index, span in enumerate(own):

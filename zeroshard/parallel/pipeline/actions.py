@@ -191,12 +191,48 @@ class Schedule:
     @cached_property
     def needed(self) -> dict[Action, tuple[Action, ...]]:
         """For each compute action the actions, of all ranks, that must end before it begins."""
-        return needed_actions(self)
+        listed = dict.fromkeys(action for _, action in self if action.is_compute)
+        found = {}
+        for action in listed:
+            chunk, microbatch = action.place
+            needed = (Action(kind, chunk + after, microbatch) for kind, after in _NEEDED[action.kind])
+            found[action] = tuple(one for one in needed if one in listed)
+        return found
 
     @cached_property
     def exchanges(self) -> tuple[tuple[ActionMessages, ...], ...]:
-        """See `plan_exchanges`; a runner and each simulation of the schedule read them."""
-        return plan_exchanges(self)
+        """For each pipeline rank its actions with their messages, in the order of its list.
+
+        For each ordered pair of ranks the messages have one order, see [Note: Messages of two ranks have one
+        order].
+
+        Raises:
+            ValueError: see `check_actions`. Lists in which ranks wait for each other are found by `simulate`.
+        """
+        check_actions(self)
+        needed: dict[Action, list[ChunkTransfer]] = defaultdict(list)
+        sent: dict[Action, list[ChunkTransfer]] = defaultdict(list)
+        places = {action: rank for rank, action in self if action.is_compute}
+        for user, producers in self.needed.items():
+            for action in producers:
+                if places[action] != places[user]:
+                    transfer = ChunkTransfer(action, user, places[action], places[user])
+                    needed[user].append(transfer)
+                    sent[action].append(transfer)
+        waiting: dict[tuple[int, int], deque[ChunkTransfer]] = defaultdict(deque)
+        for _, action in self:
+            for transfer in sent[action]:
+                waiting[transfer.source, transfer.target].append(transfer)
+        received: set[ChunkTransfer] = set()
+        planned: list[list[ActionMessages]] = [[] for _ in self.lists]
+        for rank, action in self:
+            receives: list[ChunkTransfer] = []
+            for transfer in needed[action]:
+                while transfer not in received:
+                    receives.append(waiting[transfer.source, transfer.target].popleft())
+                    received.add(receives[-1])
+            planned[rank].append(ActionMessages(action, tuple(receives), tuple(sent[action])))
+        return tuple(map(tuple, planned))
 
     def with_lists(self, lists: Iterable[Iterable[Action]]) -> Schedule:
         """Return the schedule with other lists of actions."""
@@ -322,52 +358,6 @@ _NEEDED: dict[Kind, tuple[tuple[Kind, int], ...]] = {
     Kind.INPUT_GRADIENT: _OF_A_BACKWARD,
 }
 """The actions of its micro-batch that an action needs, if they are listed: kind, and chunks after its own."""
-
-
-def needed_actions(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
-    """Return for each compute action the actions, of all ranks, that must end before it begins."""
-    listed = dict.fromkeys(action for _, action in schedule if action.is_compute)
-    found = {}
-    for action in listed:
-        chunk, microbatch = action.place
-        needed = (Action(kind, chunk + after, microbatch) for kind, after in _NEEDED[action.kind])
-        found[action] = tuple(one for one in needed if one in listed)
-    return found
-
-
-def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]:
-    """Return for each pipeline rank its actions with their messages, in the order of its list.
-
-    For each ordered pair of ranks the messages have one order, see [Note: Messages of two ranks have one
-    order].
-
-    Raises:
-        ValueError: see `check_actions`. Lists in which ranks wait for each other are found by `simulate`.
-    """
-    check_actions(schedule)
-    needed: dict[Action, list[ChunkTransfer]] = defaultdict(list)
-    sent: dict[Action, list[ChunkTransfer]] = defaultdict(list)
-    places = {action: rank for rank, action in schedule if action.is_compute}
-    for user, producers in schedule.needed.items():
-        for action in producers:
-            if places[action] != places[user]:
-                transfer = ChunkTransfer(action, user, places[action], places[user])
-                needed[user].append(transfer)
-                sent[action].append(transfer)
-    waiting: dict[tuple[int, int], deque[ChunkTransfer]] = defaultdict(deque)
-    for _, action in schedule:
-        for transfer in sent[action]:
-            waiting[transfer.source, transfer.target].append(transfer)
-    received: set[ChunkTransfer] = set()
-    planned: list[list[ActionMessages]] = [[] for _ in schedule.lists]
-    for rank, action in schedule:
-        receives: list[ChunkTransfer] = []
-        for transfer in needed[action]:
-            while transfer not in received:
-                receives.append(waiting[transfer.source, transfer.target].popleft())
-                received.add(receives[-1])
-        planned[rank].append(ActionMessages(action, tuple(receives), tuple(sent[action])))
-    return tuple(map(tuple, planned))
 
 
 AHEAD = 2

@@ -106,6 +106,12 @@ def same_modes(model: nn.Module) -> Iterator[None]:
             module.training = is_training
 
 
+def sum_of(outputs: Any) -> Tensor:
+    """Return a loss for a model without one: the sum of its outputs."""
+    found = (one.sum() for one in find_tensors(outputs)[0] if one.requires_grad)
+    return sum(found, torch.zeros((), requires_grad=True))
+
+
 def weigh_blocks(chunks: Chunked | TracedChunks) -> tuple[BlockProfile, ...]:
     """Return the profile of each block without a count: its time is its number of parameters."""
     found = []
@@ -140,14 +146,10 @@ def count_blocks(chunks: Chunked, sample: SampleBatch) -> tuple[BlockProfile, ..
     if not isinstance(model, nn.Sequential):
         named["use_cache"] = False
 
-    def total(model: nn.Module) -> Tensor:
-        found = find_tensors(model(*inputs, **named))[0]
-        return sum((one.sum() for one in found if one.requires_grad), torch.zeros((), requires_grad=True))
-
     names = {model.get_submodule(name): name for name in reversed(outline.names)}  # the first place of each
     modules = {"": model} | {name: module for module, name in names.items()}
     with same_random_numbers(torch.device("cpu")):
-        rows = count(model, modules, total, fuses=False).rows
+        rows = count(model, modules, lambda runs: sum_of(runs(*inputs, **named)), fuses=False).rows
     blocks = []
     for number, weighed in enumerate(weigh_blocks(chunks)):
         own = outline.chunk(range(number, number + 1))

@@ -135,29 +135,27 @@ def _in_rounds(
             for order in (range(chunks_per_rank), range(chunks_per_rank)[::-1])
         )
         warm = (chunks_per_rank - 1) * size + hops * (num_ranks - 1 - rank)
-        lists.append(_alternate(forwards, backwards, warm, rank if has_halves else None))
+        halves = (Kind.INPUT_GRADIENT, 0), (Kind.WEIGHT_GRADIENT, rank)
+        lists.append(_alternate(forwards, backwards, warm, halves if has_halves else _WHOLE))
     return Schedule(loop(num_ranks, chunks_per_rank), num_microbatches, tuple(lists))
 
 
-def _alternate(
-    forwards: Sequence[Place], backwards: Sequence[Place], warm: int, weights_behind: int | None = None
-) -> tuple[Action, ...]:
-    """Return `warm` forwards, then a forward and a backward in turn, then the backwards that are left.
+_WHOLE = ((Kind.BACKWARD, 0),)
+"""The parts of a backward, and the number of backwards after which each part comes, in order."""
 
-    With `weights_behind` a backward is two actions, and the second one comes that many backwards later.
-    """
-    warm = min(warm, len(forwards))
+
+def _alternate(
+    forwards: Sequence[Place],
+    backwards: Sequence[Place],
+    warm: int,
+    parts: Sequence[tuple[Kind, int]] = _WHOLE,
+) -> tuple[Action, ...]:
+    """Return `warm` forwards, then a forward and a backward in turn, then the backwards that are left."""
     actions = [forward(*place) for place in forwards[:warm]]
-    for index, place in enumerate(backwards):
-        actions.extend(forward(*other) for other in forwards[warm + index : warm + index + 1])
-        if weights_behind is None:
-            actions.append(backward(*place))
-            continue
-        actions.append(Action(Kind.INPUT_GRADIENT, *place))
-        if index >= weights_behind:
-            actions.append(Action(Kind.WEIGHT_GRADIENT, *backwards[index - weights_behind]))
-    if weights_behind:
-        actions.extend(Action(Kind.WEIGHT_GRADIENT, *place) for place in backwards[-weights_behind:])
+    for number in range(len(backwards) + parts[-1][1]):
+        actions += [forward(*place) for place in forwards[warm + number :][:1]]
+        begun = ((kind, number - later) for kind, later in parts)
+        actions += [Action(kind, *backwards[at]) for kind, at in begun if 0 <= at < len(backwards)]
     return tuple(actions)
 
 

@@ -51,7 +51,7 @@ class Shared:
             first = buffer.originals[0].holders[0]
             names = ", ".join(repr(original.fqn) for original in buffer.originals)
             self._memory.fetch(buffer.main)
-            found = dict(self._swap(buffer, [buffer.main.detach()], f"first values of {names}"))
+            found = self._swap(buffer, [buffer.main.detach()], f"first values of {names}")
             self._memory.evict(buffer.main)
             if first in found:
                 buffer.store.write(*found[first])
@@ -81,7 +81,7 @@ class Shared:
             gradient = gradient_of(parameter)
             own = [] if gradient is None else [moves.to_device(gradient, self._messages.device).view(-1)]
             swapped = self._swap(buffer, own, f"gradient of '{parameter.fqn}'")
-            summands = dict(swapped) | {self._messages.rank: own}
+            summands = swapped | {self._messages.rank: own}
             total: Tensor | None = None
             for rank in buffer.originals[0].holders:
                 for summand in summands[rank]:
@@ -96,14 +96,14 @@ class Shared:
     def _parameters(self) -> Iterator[tuple[FlatBuffer, ShardedParameter]]:
         return ((buffer, parameter) for buffer in self._buffers for parameter in buffer.sharded)
 
-    def _swap(self, buffer: FlatBuffer, tensors: list[Tensor], label: str) -> list[tuple[int, list[Tensor]]]:
+    def _swap(self, buffer: FlatBuffer, tensors: list[Tensor], label: str) -> dict[int, list[Tensor]]:
         """Send tensors to the other holders; return theirs, by pipeline rank."""
         messages = self._messages
         others = [rank for rank in buffer.originals[0].holders if rank != messages.rank]
-        awaited = [(rank, messages.expect(rank, label, None)) for rank in others]
+        awaited = {rank: messages.expect(rank, label, None) for rank in others}
         for rank in others:
             messages.send([value.to(messages.device) for value in tensors], rank, label, with_forms=True)
-        found = [(rank, arrived()) for rank, arrived in awaited]
+        found = {rank: arrived() for rank, arrived in awaited.items()}
         messages.finish()
         return found
 

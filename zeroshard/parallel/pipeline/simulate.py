@@ -97,13 +97,6 @@ class ScheduleTimes:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
-class _Queue(NamedTuple):
-    """The messages from one rank to another: the times at which each was offered and received."""
-
-    offered: list[float]
-    received: list[float]
-
-
 class _Simulation:
     """The state of a simulation; see `simulate` for its arguments."""
 
@@ -112,7 +105,8 @@ class _Simulation:
         self.needed = schedule.needed
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
         self.done: set[Action] = set()
-        self.queues = defaultdict[tuple[int, int], _Queue](lambda: _Queue([], []))
+        self.queues = defaultdict[tuple[int, int], tuple[list[float], list[float]]](lambda: ([], []))
+        """By sender and receiver of messages, the times at which these were offered, and received."""
         self.num_events = 0
         """Actions, sends and receives so far: ranks that add none wait for each other."""
 

@@ -34,7 +34,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import open_pairs
 from zeroshard.comm.messages import Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
+from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, micro_batches
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import find_tensors
@@ -357,9 +357,7 @@ class PipelineTraining:
 
     def _cut(self, batch: tuple[Any, Any], num: int) -> list[tuple[Any, Any]]:
         """Cut a batch into micro-batches, on the device."""
-        device, key = self._runtime.context.device, "pipeline.num_microbatches"
-        pieces = zip(*(split_batch(value, num, key) for value in batch), strict=True)
-        return [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
+        return [*micro_batches(batch, num, self._runtime.context.device, "pipeline.num_microbatches")]
 
     def _bind(self, batch: list[tuple[Any, Any]]) -> list[BatchPiece]:
         """Give the micro-batches of a batch the names of the model's arguments."""

@@ -117,14 +117,12 @@ class NotedChange:
         optimizer: the optimizer, whose states they become.
         buffers: the trained buffers.
         name: the name of the state.
-        is_mean: True for the mean.
+        decay: of the mean, D as in `decay_of_changes`; 0 for the last change.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], name: str, *, is_mean: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], name: str, decay: float) -> None:
         self._optimizer, self._buffers = optimizer, buffers
-        self._is_mean, self._name = is_mean, name
+        self._name, self._decay = name, decay
 
     def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
         """Write a slice some steps ahead; see `Change`."""
@@ -136,8 +134,9 @@ class NotedChange:
 
     @contextmanager
     @torch.no_grad()
-    def noting(self, decay: float) -> Iterator[None]:
-        """Note the change of the step inside; `decay` is the decay of a mean."""
+    def noting(self, crossed: int) -> Iterator[None]:
+        """Note the change of the step inside, of a rank that crosses so many steps."""
+        decay = decay_of_changes(self._decay, crossed)
         before = [buffer.main.detach().clone() for buffer in self._buffers]
         yield
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -150,14 +149,10 @@ class NotedChange:
     def _note(self, parameter: ShardedParameter, change: Tensor, decay: float) -> None:
         # A state that is looked up is made, and an optimizer takes an empty one as the state of a first step.
         if self._name in self._optimizer.state.get(parameter, {}):
-            state = self._optimizer.state[parameter]
-            if self._is_mean:
-                mean_of_changes(state[self._name], change.view_as(state[self._name]), decay)
-            else:
-                state[self._name].copy_(change.view_as(state[self._name]))
+            mean = self._optimizer.state[parameter][self._name]
+            mean_of_changes(mean, change.view_as(mean), decay)
         elif gradient_of(parameter) is not None:  # its first step
-            first = change.clone() if not self._is_mean else change * (1.0 - decay)
-            self._optimizer.state[parameter][self._name] = first
+            self._optimizer.state[parameter][self._name] = change * (1.0 - decay)
 
 
 class MovedWeights(NamedTuple):
@@ -403,8 +398,7 @@ class AsynchronousMethod:
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
         with ExitStack() as stack:
             if isinstance(self._change, NotedChange) and self._most_crossed:
-                decay = decay_of_changes(self._pipeline.decay, self._most_crossed)
-                stack.enter_context(self._change.noting(decay))
+                stack.enter_context(self._change.noting(self._most_crossed))
             if self._corrected is not None:
                 stack.enter_context(self._corrected(delays.taus[number], self._first + number))
             yield
