@@ -30,12 +30,7 @@ from zeroshard.forwards.wrapped import (
     recompute_forwards,
 )
 from zeroshard.lazy.deferred import has_memory
-from zeroshard.lazy.recording import (
-    check_values,
-    materialize_others,
-    place_ignored,
-    refuse_recording,
-)
+from zeroshard.lazy.recording import check_values, materialize_others, place_ignored, refuse_recording
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.part import ModelPart, take_part

@@ -35,14 +35,7 @@ from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, StepByParts, is_divisible, is_known, pieces_of, steps_by_unit
-from zeroshard.stepping.rounding import (
-    InPlace,
-    Rounding,
-    RoundsItself,
-    Widening,
-    has_kernels,
-    load_states,
-)
+from zeroshard.stepping.rounding import InPlace, Rounding, RoundsItself, Widening, has_kernels, load_states
 from zeroshard.stepping.stored import StoreHome
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 from zeroshard.stores.pieces import pieces_for
