@@ -33,12 +33,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 24927,
-    "statements of the package": 20682,
-    "tokens of the package": 246672,
-    "lines of code of the core": 7768,
-    "statements of the core": 6731,
-    "tokens of the core": 72822,
+    "lines of code of the package": 24912,
+    "statements of the package": 20688,
+    "tokens of the package": 246704,
+    "lines of code of the core": 7760,
+    "statements of the core": 6735,
+    "tokens of the core": 72819,
     "lines of code of examples, benchmarks and tools": 7418,
     "lines of the longest file": 600,
     "booleans of the core": 31,
@@ -47,7 +47,7 @@ BUDGETS = {
     "functions of a step, two ranks": 128,
     "files of a step, two ranks": 25,
     "files of a step, one rank, offload": 28,
-    "words in docs/": 44631,
+    "words in docs/": 44632,
 }
 
 CORE = ("plan", "parameters", "sharding", "stepping", "comm", "full", "stores", "internals", "engine")

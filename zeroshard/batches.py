@@ -124,8 +124,7 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     """
     engine._runtime.state.refuse("eval_batch()", *IN_BATCH)
     with same_modes(engine.module):
-        for module in engine.module.modules():
-            module.training = False
+        engine.module.eval()
         if engine._pipeline is not None:
             return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]
         total = _zero(engine)

@@ -289,7 +289,9 @@ class _NamedState:
             if self.quantized.codes.numel():
                 self.quantized.store(place.cut(value).float())
         elif isinstance(self.value, Tensor):
-            self.value[...] = place.cut(value) if self.is_wise else value
+            self.value.copy_(
+                place.cut(value) if self.is_wise else torch.as_tensor(value, dtype=self.value.dtype)
+            )
         else:
             own[self.key] = type(self.value)(value) if isinstance(self.value, int | float) else value
 

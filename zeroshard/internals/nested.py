@@ -57,9 +57,7 @@ def cast_tensors(value: Any, dtype: torch.dtype, is_leaf: Callable[[Any], bool] 
 
 
 def change_tensors(
-    value: Any,
-    change: Callable[[Tensor], Tensor],
-    is_leaf: Callable[[Any], bool] | None = None,
+    value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """Return the nested value with `change(tensor)` in the place of each tensor.
 

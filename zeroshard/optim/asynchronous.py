@@ -81,11 +81,7 @@ def update_of(optimizer: Optimizer, asked: str) -> Update:
 
 
 _OFF: Range = (lambda x: not x, "False")
-_SGD_MOVES: Ranges = {
-    "nesterov": _OFF,
-    "maximize": _OFF,
-    "momentum": (lambda x: x > 0, "a number above 0"),
-}
+_SGD_MOVES: Ranges = {"nesterov": _OFF, "maximize": _OFF, "momentum": (lambda x: x > 0, "a number above 0")}
 
 
 def _require(optimizer: Optimizer, asked: str, ranges: Ranges) -> None:

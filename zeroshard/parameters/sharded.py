@@ -39,7 +39,6 @@ from zeroshard.internals.dispatch import compute_past_guards, past_guards
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import ModuleState, Moment, Phase, Steps
 from zeroshard.plan.cuts import Cut
-from zeroshard.plan.tiers import Tier
 
 _LAYERS = ("torch.nn.functional", "torch._C._nn")
 """The modules of functions that compute with a whole weight: refused for a slice even if the shapes fit."""
@@ -121,7 +120,6 @@ class ShardedParameter(NotCopied, nn.Parameter):
         unit_name: the name of its unit.
         full_shape: the shape of the original parameter, also where tensor ranks hold a part of it each.
         is_partial: True if the slice can be less than the whole.
-        tier: where it rests.
         cut, tp_rank: the cut of the original over tensor ranks, if there is one; the number of this part.
         state: the state of the module.
         is_trained: True if `requires_grad` was set at first; then it may be taken away and given back.
@@ -139,7 +137,6 @@ class ShardedParameter(NotCopied, nn.Parameter):
     is_trained: bool
     unsharded: Callable[[], nn.Parameter | None]
     own_dtype: torch.dtype
-    tier: Tier = Tier.DEVICE
     cut: Cut | None = None
     tp_rank: int = 0
     _gradient: Tensor | None = None
@@ -358,18 +355,19 @@ def _make_known_to_optimizers() -> None:
     # torch's for-each and fused optimizers look at the exact type of a parameter; torch lists its own
     # subclasses (DTensor) in the same place. tests/parameters/test_parameter.py notices if that moves.
     torch_optimizer._foreach_supported_types.append(ShardedParameter)
-    # Before the step: an attached optimizer gathers right after it, and must not gather once more.
     torch_optimizer.register_optimizer_step_pre_hook(_count_change)
+    torch_optimizer.register_optimizer_step_post_hook(_count_change)  # a closure may have gathered
 
 
 def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Let replicated parameters follow a step whose kernels autograd does not see, attached or not."""
+    """Let gathers follow a step that is not the engine's, whose kernels autograd may not see."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
     if stepped:
         if refusal := stepped[0].state.refusal:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): {stepped[0].describe()} {refusal}")
-        # Others are stepped elsewhere; who brings them back notes it, and which copies stay current.
-        torch.autograd.graph.increment_version([p for p in stepped if p.tier is Tier.DEVICE])
+        if optimizer not in stepped[0].state.attached:  # these note their own steps
+            stepped[0].state.steps.take_all()
+            torch.autograd.graph.increment_version(stepped)
 
 
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -166,6 +167,8 @@ class ModuleState:
 
     def __init__(self) -> None:
         self.steps = Steps()
+        self.attached = WeakSet[Any]()
+        """The optimizers whose steps are the engine's."""
         self.moments: set[Moment] = set()
         """The moments that last."""
 

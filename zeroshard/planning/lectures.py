@@ -145,10 +145,7 @@ class LayerOption(NamedTuple):
 
 
 def piper(
-    layers: Sequence[Sequence[LayerOption]],
-    transfers: Sequence[float],
-    num_ranks: int,
-    memory: float,
+    layers: Sequence[Sequence[LayerOption]], transfers: Sequence[float], num_ranks: int, memory: float
 ) -> StagePlan:
     """Return the division of a chain whose slowest stage is fastest, with an option for each layer.
 

@@ -258,7 +258,6 @@ class FlatBuffer:
             unit_name=self.unit_name,
             full_shape=self.whole_shapes[index],
             is_partial=self.is_partial or original.cut is not None,
-            tier=self.plan.main_tier,
             cut=original.cut,
             tp_rank=self._context.axes.tp.rank,
             state=self._context.state,

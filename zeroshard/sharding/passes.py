@@ -42,9 +42,9 @@ from zeroshard.sharding.walk import CallLog, Lease, Walk, hook_outputs
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
 
-_NONE_RUNS: Callable[[], object] = bool
+_NONE_RUNS = bool
 """The backward under way while there is none: a call gives False."""
-_DELIVERS: Callable[[], object] = object
+_DELIVERS = object
 """The backward under way in `Passes.delivering`, which ends it itself: a call gives something true."""
 
 

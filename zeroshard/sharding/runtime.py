@@ -205,12 +205,11 @@ class Runtime:
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         self.state.num_changes += 1
-        is_in_list = Moment.BATCH in self.state.moments
         for buffer in (gradients.buffer for _, gradients in self.passes.trained):
             buffer.filled = None  # on all ranks alike, also where a slice has nothing to step
             if buffer.store.is_near or not self.context.setting.steps_by_parts:
                 buffer.store.changed()  # else `MainStore.stepped` has noted it
-            if not is_in_list:  # there an asynchronous pipeline chooses the values of a backward
+            if Moment.BATCH not in self.state.moments:  # there a pipeline chooses the values of a backward
                 buffer.count_edits(stepped)
         if is_last:
             self.state.moments.discard(Moment.BETWEEN_STEPS)

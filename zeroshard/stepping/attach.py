@@ -180,6 +180,7 @@ def _hook(
     Of the optimizers that step `together`, those that are `left` have not stepped since the last one did.
     """
     step, zero_grad = optimizer.step, optimizer.zero_grad
+    runtime.state.attached.add(optimizer)
     of_runtime = weakref.ref(runtime)
 
     @wraps(step)  # with the mark of an LR scheduler that has wrapped it

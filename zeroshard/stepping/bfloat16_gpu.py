@@ -43,12 +43,7 @@ def rounded(x: tl.tensor, at: tl.tensor, key: tl.tensor, start: tl.tensor) -> tl
 
 @triton.jit(do_not_specialize=["count", "key", "start"])
 def round_slice(
-    out: tl.tensor,
-    values: tl.tensor,
-    count: tl.int64,
-    key: tl.uint64,
-    start: tl.int64,
-    size: tl.constexpr,
+    out: tl.tensor, values: tl.tensor, count: tl.int64, key: tl.uint64, start: tl.int64, size: tl.constexpr
 ) -> None:
     """Round [count] values; each program takes `size` of them."""
     first = tl.program_id(0).to(tl.int64) * size

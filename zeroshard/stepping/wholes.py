@@ -334,11 +334,7 @@ class WholesOverRanks:
         }
 
     def _exchange(
-        self,
-        plan: _CallPlan,
-        trip: _Trip,
-        tensors: Sequence[Given],
-        source: Callable[[Send], Tensor],
+        self, plan: _CallPlan, trip: _Trip, tensors: Sequence[Given], source: Callable[[Send], Tensor]
     ) -> list[tuple[Send, Tensor]]:
         """Send and receive ranges.
 

@@ -62,11 +62,7 @@ class BlockwiseOptimizer(ChecksRanges):
             has_kernel(self.rule, device, len(self.rule.scalars(self.rule.numbers(group, 1))))
 
     def _step_by_rule(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        settings: Mapping[str, Any],
-        bits: Bits | None = None,
+        self, parameter: Tensor, gradient: Tensor, settings: Mapping[str, Any], bits: Bits | None = None
     ) -> None:
         """Take a parameter and its states through one step; a step that fails is not counted.
 

@@ -81,8 +81,8 @@ class Runner:
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
-        self.recomputed = {action.place for action in actions if action.kind is Kind.RECOMPUTE}
-        """The forwards that run twice."""
+        self.recomputed = {action.place for _, action in schedule if action.kind is Kind.RECOMPUTE}
+        """The forwards that run twice, of all ranks. Their outputs are all taken to need a gradient."""
         self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
         """The last backward before each step, with the number of its backwards."""
@@ -225,7 +225,8 @@ class Runner:
             self._calls[chunk - 1, microbatch].gradients = tuple(
                 torch.zeros_like(value) if value.grad is None else value.grad for value in inputs
             )
-            self._is_reached[chunk] |= not inputs or any(value.grad is not None for value in inputs)
+            may_need_none = not inputs or (chunk - 1, microbatch) in self.recomputed
+            self._is_reached[chunk] |= may_need_none or any(value.grad is not None for value in inputs)
 
     def _weight_gradient(self, action: Action) -> None:
         waiting = self._calls.pop(action.place).waiting

@@ -210,6 +210,8 @@ def tiled_cross_entropy(
         )
     classes: Classes | None = vars(head).get(_CLASSES)
     if classes is None:
+        if len(head.weight) != head.out_features:
+            raise ValueError("head: expected 'colwise' in tp_plan, got a head whose output is gathered")
         loss = RowLoss(Span(0, head.out_features), head.out_features, label_smoothing, z_loss)
     else:
         loss, hidden = classes.row_loss(label_smoothing, z_loss), copied(hidden, classes.over, classes.label)
