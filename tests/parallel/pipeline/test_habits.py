@@ -121,15 +121,21 @@ def loss_of_some(output, targets):
     return F.mse_loss(output, targets) if targets[0, 0] < 0 else torch.zeros((), requires_grad=True)
 
 
-@pytest.mark.parametrize(("last", "loss_fn"), [(Detached, F.mse_loss), (nn.Linear, loss_of_some)])
+@pytest.mark.parametrize(
+    ("schedule", "last", "loss_fn"),
+    [("1f1b", Detached, F.mse_loss), ("varuna", Detached, F.mse_loss), ("1f1b", nn.Linear, loss_of_some)],
+)
 @on_ranks(2)
-def test_frozen_modules_and_micro_batches_without_a_loss_need_no_gradient_of_an_input(last, loss_fn):
+def test_frozen_modules_and_micro_batches_without_a_loss_need_no_gradient_of_an_input(
+    schedule, last, loss_fn
+):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), last(WIDTH, WIDTH)).double()
     model[0].requires_grad_(last is not Detached)
     part, (x, y) = copy.deepcopy(model), batch(0)
     y[0, 0], y[BATCH // 2, 0] = 1.0, -1.0
-    engine = zeroshard.initialize(part, decaying, PIPELINE, loss_fn=loss_fn).engine
+    config = PIPELINE | {"pipeline": PIPELINE["pipeline"] | {"schedule": schedule}}
+    engine = zeroshard.initialize(part, decaying, config, loss_fn=loss_fn).engine
     losses = [engine.train_batch(x, y).item() for _ in range(STEPS)]
     batches = [(x, y)] * STEPS
     want, _ = train_plainly(model, batches, lambda model, x, y: loss_fn(model(x), y), decaying, num=2)
